@@ -71,8 +71,9 @@ def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coo
         node, coordinator.signal, failure.cause if failure else Cause.CRASHED, done=coordinator.done
     )
     cause = cause_of(ending)
-    last_step = None
+    last_step, counted = None, coordinator.counted.done
     if node.reports_steps:
+        counted = None
         # Take the last step that any rank has done, because the metrics may be some steps behind.
         failed_step = failure.step if failure else 0
         last_step = max(failed_step or 0, coordinator.last_step, handover.last_step(node.run) or 0)
@@ -80,7 +81,9 @@ def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coo
         fields = {key: getattr(failure, key) for key in ("detail", "failed_at", "node", "rank", "signature")}
         # Record the failure's own step, because it has decided whether the run may restart.
         last_step = last_step if failure.step is None else failure.step
-    if not record_end(node, AttemptEnded(attempt=node.attempt.attempt, cause=cause, step=last_step, **fields)):
+        counted = failure.counted_steps
+    ended = AttemptEnded(attempt=node.attempt.attempt, cause=cause, step=last_step, counted_steps=counted, **fields)
+    if not record_end(node, ended):
         return 1  # other agents, which have lost contact with this one, have ended the attempt
     log(f"attempt {node.attempt.attempt} ended: {cause}" + (f" ({failure.detail})" if fields and failure else ""))
     names, own = node.allocation.names, node.allocation.node_rank
@@ -252,7 +255,10 @@ def take_over(node: NodeAttempt, channel: ControlClient, monitor: NodeMonitor) -
     step = monitor.last_step if node.reports_steps else None
     cause = Cause.CANCELLED if is_cancelled_now(node.run) else Cause.NODE_FAILURE
     number = node.attempt.attempt
-    ended = AttemptEnded(attempt=number, cause=cause, step=step, detail=detail, failed_at=failed_at, node=head)
+    ended = AttemptEnded(
+        attempt=number, cause=cause, step=step, detail=detail, failed_at=failed_at, node=head,
+        counted_steps=None if node.reports_steps else monitor.counted_steps,
+    )  # fmt: skip
     first = record_end(node, ended)
     if not node.on_slurm:
         return LOCAL_REQUEUE_RETURN_CODE if first and cause is Cause.NODE_FAILURE else 0

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import submitit
 
 from hpc.base.errors import TorchrelayError, UserError
-from hpc.base.files import TEMPORARY
+from hpc.base.files import TEMPORARY, json_line, write_atomic
 from hpc.base.kernel import mounted_directory
 from hpc.base.text import visible
 from hpc.run.events import ledger
@@ -216,6 +216,12 @@ class NodeAttempt:
                 bad_nodes.learn(self.run, event)
         except OSError as error:
             log(f"other runs do not learn from {event.kind}: {error}")
+
+    def show_steps(self, record: Mapping[str, Any]) -> None:
+        """Write the steps that a script has counted, for `hpc status`. A full disk leaves the last record."""
+        with contextlib.suppress(OSError):
+            self.run.counted_steps.parent.mkdir(exist_ok=True)
+            write_atomic(self.run.counted_steps, json_line({"attempt": self.attempt.attempt, **record}))
 
     @property
     def reports_steps(self) -> bool:

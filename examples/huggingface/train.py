@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer on a data set of `datasets`: a callback reports the losses, and saves when asked to stop.
+"""Hugging Face's Trainer on a data set of `datasets`, with torchrelay's callback, which saves when asked to stop.
 
 hpc submit -N 2 --gpus-per-node 4 --data DATA --python ENV/bin/python -- examples/huggingface/train.py {data} {run_dir}
 
@@ -9,12 +9,11 @@ A preemption or the time limit costs no step; a crash or a lost node costs the s
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import torch
 from datasets import load_from_disk
-from torchrelay import report, should_stop
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from torchrelay.transformers import Relay
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 LENGTH = 32
@@ -25,20 +24,6 @@ def tokens(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
     data = "\n".join(rows["text"]).encode()
     pieces = [list(data[start : start + LENGTH]) for start in range(0, len(data) - LENGTH + 1, LENGTH)]
     return {"input_ids": pieces, "labels": pieces}
-
-
-class Relay(TrainerCallback):
-    """Reports what the Trainer logs; makes it save and end when the run is asked to stop."""
-
-    def on_step_end(self, _: Any, __: Any, control: Any, **___: Any) -> None:
-        """Runs after each step."""
-        if should_stop():
-            control.should_save = control.should_training_stop = True
-
-    def on_log(self, _: Any, state: Any, __: Any, logs: dict[str, float], **___: Any) -> None:
-        """Runs on every rank."""
-        if "loss" in logs:
-            report(step=state.global_step, **{name: float(value) for name, value in logs.items()})
 
 
 def main() -> None:

@@ -33,6 +33,7 @@ ATTEMPTS = (
 )  # fmt: skip
 INTERRUPTIONS = (
     *("number", "attempt", "cause", "failed_at", "recorded_at", "step", "node", "rank", "steps_lost"),
+    "steps_lost_at_most",
     *(f"{part}_seconds" for part in (*PARTS, "total")),
     "detail",
 )

@@ -156,6 +156,10 @@ def _interruption_rows(record: RunRecord) -> list[dict[str, Any]]:
         rank = [f"rank {row['rank']:.0f}"] if known(row["rank"]) else []
         node = [row["node"]] if known(row["node"]) else []
         row["at"] = row["failed_at"] if known(row["failed_at"]) else row["recorded_at"]
+        at_most = row["steps_lost_at_most"]
+        row["steps"] = (
+            f"\N{LESS-THAN OR EQUAL TO} {at_most:.0f}" if known(at_most) else formats.number(row["steps_lost"])
+        )
         row["where"] = ", ".join([*rank, *node])
     return rows
 

@@ -58,6 +58,8 @@ class RunDir:
     """A file whose modification time is the newest heartbeat of the head node's agent."""
     train_metrics = SubPath("metrics/train.jsonl")
     """One JSON line per logged step."""
+    counted_steps = SubPath("metrics/counted.json")
+    """How many optimizer steps a script that reports none has done since its ranks last started."""
     eval_metrics = SubPath("metrics/eval.jsonl")
     """One JSON line per evaluation."""
     tensorboard = SubPath("tensorboard")

@@ -3,6 +3,7 @@
 import time
 
 from hpc.base.text import visible
+from hpc.run.events.downtime import Interruption
 from hpc.slurm.squeue import explain_reason
 from hpc.status.summary import Summary
 
@@ -32,8 +33,17 @@ def accuracy(row: Summary) -> str:
 
 
 def step(row: Summary) -> str:
-    """Format the last logged step and the total."""
+    """Format the last logged step and the total, or the steps since the ranks of a script started as +57."""
+    if row.counted_steps is not None:
+        return f"+{row.counted_steps}"
     return or_dash(row.step) + (f"/{row.total_steps}" if row.step and row.total_steps else "")
+
+
+def steps_lost(interruption: Interruption) -> str:
+    """Format the steps that an interruption cost; if only their largest possible number is known, as ≤ 57."""
+    if interruption.steps_lost_at_most is not None:
+        return f"\N{LESS-THAN OR EQUAL TO} {interruption.steps_lost_at_most}"
+    return or_dash(interruption.steps_lost)
 
 
 def is_on_cpu(row: Summary) -> bool:

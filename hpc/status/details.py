@@ -44,7 +44,12 @@ def _facts(row: Summary) -> dict[str, str]:
         "nodes": few(cells.members(row)),
         "on CPUs" if cells.is_on_cpu(row) else "GPUs": "" if row.gpus is None else cells.gpus(row),
         "device": "" if cells.is_on_cpu(row) else row.device or "",
-        "progress": "unknown: the script reports no step (docs/how-to/own-script.md)"
+        "progress": _joined(
+            f"{row.counted_steps} steps since the ranks started",
+            _named("", row.steps_per_second, "{:.3g} steps/s"),
+        )
+        if row.counted_steps
+        else "unknown: the script reports no step (docs/how-to/own-script.md)"
         if row.last_output
         else training_progress(row),
         "last output": _last_output(row),
@@ -149,7 +154,7 @@ def interruption_table(console: Console, interruptions: Sequence[Interruption]) 
         texts = (
             time.strftime("%m-%d %H:%M:%S", time.localtime(one.failed_at or one.recorded_at)),
             one.cause,
-            cells.or_dash(one.steps_lost),
+            cells.steps_lost(one),
             cells.or_dash(one.seconds["total"], "{:.1f} s"),
             ", ".join(filter(None, [rank, one.node])) or "-",
             one.detail or "-",

@@ -106,6 +106,7 @@ def progress(row: Summary) -> str:
     """Return the progress of a run in one line."""
     if row.state == "pending":
         return ": ".join(filter(None, ["pending", wait_reason(row)]))
-    known = row.last_output.line if row.last_output else training_progress(row)
+    counted = "" if row.counted_steps is None else f"{row.counted_steps} steps"
+    known = ", ".join(filter(None, [counted, row.last_output.line if row.last_output else training_progress(row)]))
     interrupted = f" (interrupted: {interruptions(row)})" if row.interruptions else ""
     return f"attempt {row.attempt or 1}: {known or 'starting'}{interrupted}"

@@ -93,6 +93,7 @@ def summarize(
             history=history,
             train=_numbers(last_json_line(run.train_metrics)),
             validation=_numbers(last_json_line(run.eval_metrics, lambda line: line.get("split") == "val")),
+            counted=_numbers(last_json_line(run.counted_steps)),
             result=_final_result(run, damaged),
             spec=_spec(run, damaged),
         )
@@ -117,6 +118,8 @@ class _Records:
     """Numbers of the last logged step."""
     validation: Mapping[str, Any] = field(default_factory=dict)
     """Numbers of the last validation."""
+    counted: Mapping[str, Any] = field(default_factory=dict)
+    """Numbers of the steps that the ranks of a script have counted."""
     result: Mapping[str, Any] | None = None
     """The final result; empty if its file is damaged, None if the run has none yet."""
     spec: RunSpec | None = None
@@ -151,6 +154,7 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
         attempts=tuple(convert(attempt, AttemptSummary, from_attributes=True) for attempt in attempts),
         epoch=train.get("epoch"),
         step=train.get("step"),
+        **_counted(records, attempts, is_over=state in TERMINAL),
         total_steps=started.total_steps if started else None,
         world_size=ranks.world_size if ranks else train.get("world_size"),
         device=checked.device if checked else None,
@@ -242,6 +246,18 @@ def _time_spent(
         "goodput": goodput(None if trained is None else trained - inherited, began, until),
         "gpu_hours": hours,
     }
+
+
+def _counted(records: _Records, attempts: Sequence[Attempt], *, is_over: bool) -> dict[str, Any]:
+    """Return the fields of a Summary about the steps that a script counts; they are None if it reports its steps."""
+    last, counted = attempts[-1] if attempts else None, records.counted
+    if last is None or "step" in records.train or records.history.knows_steps:
+        return {"counted_steps": None, "steps_per_second": None}
+    if last.cause is not None:
+        return {"counted_steps": last.counted_steps, "steps_per_second": None}
+    is_now = counted.get("attempt") == last.attempt and not is_over
+    pace = counted.get("step_seconds") if is_now else None
+    return {"counted_steps": counted.get("steps") if is_now else None, "steps_per_second": 1 / pace if pace else None}
 
 
 def _why_new_job(resubmitted: Resubmitted) -> str | None:

@@ -120,6 +120,10 @@ class Summary(Struct, frozen=True, kw_only=True):
     attempts: tuple[AttemptSummary, ...]
     epoch: float | None
     step: float | None
+    counted_steps: int | None
+    """The steps that a script which reports none has done since its ranks last started."""
+    steps_per_second: float | None
+    """The pace of the counted steps, while the run trains."""
     total_steps: int | None
     world_size: int | None
     device: str | None

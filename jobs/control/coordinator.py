@@ -9,6 +9,7 @@ cause in `attempt_ended` if not.
 
 import time
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from hpc.base.kernel import steady_time
@@ -31,8 +32,9 @@ from hpc.run.events.kinds import (
 from hpc.run.events.resumption import is_cancelled_now
 from hpc.slurm import handover
 from jobs.control.channel import LOST_SECONDS, ControlServer
+from jobs.control.counted_steps import CountedSteps
 from jobs.control.messages import OVER, Directive, NodeStatus, Phase, RankHeartbeat, RankStart
-from jobs.control.rank_health import StragglerDetector, describe_silence, find_hang, is_silent
+from jobs.control.rank_health import COUNTED, StragglerDetector, describe_silence, find_hang, is_silent
 from jobs.control.rank_starts import RankStarts, describe_ended, ended_ranks
 from jobs.control.root_failure import RootFailure, explain
 from jobs.control.round_members import ABLE, MembershipView, decide_round
@@ -73,6 +75,8 @@ class Failure:
     """Text by which the same failure is recognized (hpc.run.budget)."""
     rank: int | None = None
     node: str | None = None
+    counted_steps: int | None = None
+    """The steps that a script which reports none had done since its ranks started."""
 
 
 class Coordinator:
@@ -92,6 +96,8 @@ class Coordinator:
         """The `bad_nodes` with an unkillable rank: for a long time Slurm cannot end or requeue the job there."""
         self.last_step = 0
         """The last step that any rank has done since the last interruption."""
+        self.counted = CountedSteps()
+        """The steps that the ranks of a script have counted since the last interruption."""
         self._began = self._announced = self._end_checked = time.monotonic()
         self._failed_rounds = 0
         self._patience = Patience(node)
@@ -123,10 +129,13 @@ class Coordinator:
         members = [statuses[node_rank] for node_rank in directive.members if node_rank in present]
         current = [status for status in members if status.round == directive.round]
         heartbeats = {heartbeat.rank: heartbeat for status in current for heartbeat in status.heartbeats}
-        self.last_step = max([self.last_step, *(heartbeat.step for heartbeat in heartbeats.values())])
+        reported = [heartbeat.step for heartbeat in heartbeats.values() if heartbeat.phase != COUNTED]
+        self.last_step = max([self.last_step, *reported])
+        starts = [start for status in current for start in status.starts]
+        self._count_steps(heartbeats, starts)
         self._find_failed_ranks()
         self._abort_hung_ranks(heartbeats)
-        self._report_starts([start for status in current for start in status.starts])
+        self._report_starts(starts)
         self._report_stragglers(heartbeats)
         self._report_silence(heartbeats)
         directive = self._server.directive
@@ -206,7 +215,8 @@ class Coordinator:
         # Use the failed rank's own step, not the last step of all ranks: the same failure happens at the same step,
         # whether the other ranks finish that step or not.
         known = failure.step is not None and root.step is not None
-        self._handle(replace(failure, step=root.step) if known else failure)
+        counted = failure.counted_steps and max(failure.counted_steps, root.counted_steps or 0)
+        self._handle(replace(failure, step=root.step if known else failure.step, counted_steps=counted))
 
     def _ended_ranks(self, number: int, restarts: int) -> tuple[int, ...]:
         """Return the ranks of a round that had started after a number of restarts and have ended with exit code 0."""
@@ -238,7 +248,8 @@ class Coordinator:
         self._direct(abort_count=self._server.directive.abort_count + 1)
         cause, name = Cause.BAD_NODE if stuck else Cause.HANG, next(map(self._name, stuck), None)
         # The same hang happens at the same step. If the program promises no steps, only heartbeats show the step.
-        signature = None if stuck else "" if self._node.spec.program.reports_steps else f"after step {self.last_step}"
+        step = self.last_step or self.counted.done or 0
+        signature = None if stuck else "" if self._node.spec.program.reports_steps else f"after step {step}"
         since = steady_time() - hang.seconds
         detail = hang.detail + describe_ended(self._starts.ended)
         self._handle(self._failure(cause, since, detail, rank=hang.rank, node=name, signature=signature))
@@ -249,7 +260,10 @@ class Coordinator:
         program, attempt = self._node.spec.program, self._node.attempt.attempt
         knows_steps = program.reports_steps or self._history().during(attempt).knows_steps
         step = self.last_step if knows_steps else None
-        return Failure(cause=cause, failed_at=failed_at, noticed_at=steady_time(), step=step, detail=detail, **fields)
+        return Failure(
+            cause=cause, failed_at=failed_at, noticed_at=steady_time(), step=step, detail=detail,
+            counted_steps=None if knows_steps else self.counted.done, **fields,
+        )  # fmt: skip
 
     def _handle(self, failure: Failure) -> None:
         """Record a failure as interruption; end the attempt instead if the run may not restart, or others ended it."""
@@ -257,6 +271,7 @@ class Coordinator:
             self._end()
             return
         self._last_failure, self.last_step = failure, 0
+        self.counted.restart()
         self._root_failure.explained_until = max(self._root_failure.explained_until, failure.failed_at)
         # Take the interruptions of this attempt from memory: because of a full disk they may not be recorded.
         *earlier, this = attempts_of(
@@ -281,6 +296,14 @@ class Coordinator:
             self._paused_until = time.monotonic() + pause
             self._direct(paused=True)
             log(f"{budget.failures} failures without progress: the ranks start again in {pause:.0f} s")
+
+    def _count_steps(self, heartbeats: dict[int, RankHeartbeat], starts: list[RankStart]) -> None:
+        """Note how many steps the ranks of a script have done, and record it for `hpc status`."""
+        world_size = len(self._server.directive.members) * self._node.spec.resources.ranks_per_node
+        if first_step := self.counted.update(heartbeats.values(), starts, world_size):
+            self._node.record(first_step)
+        if record := self.counted.to_record():
+            self._node.storage.ask(partial(self._node.show_steps, record), otherwise=None)
 
     def _report_starts(self, starts: list[RankStart]) -> None:
         """Record that all ranks of the round have started, and that some have ended while the others run."""
@@ -454,6 +477,7 @@ class Coordinator:
             members = (*members, *self._spares(members))
         # The agents have killed the ranks of the last round, or kill them now, so their ends are not failures.
         self._root_failure.explained_until = steady_time()
+        self.counted.restart()
         host = self._server.address(members[0])
         self._direct(
             round=number, members=members, saver=members[0], host=host, port=port, preflight=preflight, paused=False

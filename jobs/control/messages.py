@@ -63,6 +63,8 @@ class RankStart:
     restarts: int
     """Number of times that the ranks of all nodes had restarted together in the round when this rank started."""
     has_ended: bool
+    counted_steps: int | None = None
+    """Optimizer steps of a rank that has ended, if it did not report them; None if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +84,8 @@ class RankFailure:
     step: int | None
     """Last step that the rank had done; None if unknown."""
     detail: str
+    counted_steps: int | None = None
+    """Optimizer steps that the rank had done since its start, if it did not report them; None if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)

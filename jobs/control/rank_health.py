@@ -18,8 +18,12 @@ _TIMED_PHASES = frozenset({"load", "step", "evaluate"})
 _SCRIPT_PHASE = "script"
 UNWATCHED = "unwatched"
 """Phase of a rank that writes no heartbeats, whose signs of life are what its processes do."""
+COUNTED = "counted"
+"""Phase of a rank that writes no heartbeats, but whose optimizer steps are counted (jobs.ranks.step_counter). What its
+processes do is also a sign of life: an evaluation does no steps."""
 _STOPPED = "T"
 _STUCK = {_STOPPED: "is stopped", "t": "is stopped by a debugger", "D": "waits in the kernel for a device or storage"}
+_SILENT_PHASES = frozenset({UNWATCHED, COUNTED})
 # A straggler works at least twice as long per step as usual, for 10 s on end; differences below 20 ms are noise.
 _SLOW_FACTOR, _SLOW_MIN_SECONDS, _SLOW_FOR_SECONDS = 2.0, 0.02, 10.0
 
@@ -46,7 +50,7 @@ def timeout_seconds(heartbeat: RankHeartbeat, setting: str) -> float:
         return given or max(_HANG_MIN_SECONDS, steps)
     if heartbeat.phase == UNWATCHED and given is None:
         return math.inf
-    if heartbeat.phase == _SCRIPT_PHASE:
+    if heartbeat.phase in {_SCRIPT_PHASE, COUNTED}:
         return given or max(_OTHER_PHASES_SECONDS, steps)
     return max(_OTHER_PHASES_SECONDS, given or 0)
 
@@ -58,7 +62,7 @@ def find_hang(heartbeats: Mapping[int, RankHeartbeat], setting: str) -> Hang | N
     it for ever, whatever phase they are in.
     """
     # In many scripts only rank 0 writes heartbeats: then the others wait for it.
-    heartbeats = {rank: each for rank, each in heartbeats.items() if each.phase != UNWATCHED} or heartbeats
+    heartbeats = {rank: each for rank, each in heartbeats.items() if each.phase not in _SILENT_PHASES} or heartbeats
     late = [each for each in heartbeats.values() if each.still_seconds > timeout_seconds(each, setting)]
     is_everybody = bool(late) and len(late) == len(heartbeats)
     if not is_everybody and all(each.state != _STOPPED for each in late):
@@ -69,16 +73,20 @@ def find_hang(heartbeats: Mapping[int, RankHeartbeat], setting: str) -> Hang | N
     if hanging is None and all(each.phase == UNWATCHED for each in heartbeats.values()):
         return Hang(rank=None, seconds=seconds, detail=describe_silence(seconds))
     if hanging is None:
-        phases = Counter(f"{heartbeat.phase} after step {heartbeat.step}" for heartbeat in heartbeats.values())
+        phases = Counter(_where(heartbeat) for heartbeat in heartbeats.values())
         counts = ", ".join(f"{count} in {phase}" for phase, count in phases.items())
         detail = f"no rank has moved for {seconds:.0f} s: {counts}"
         return Hang(rank=None, seconds=seconds, detail=detail, unkillable=unkillable)
     found = heartbeats[hanging]
-    state = _STUCK.get(
-        found.state, f"has been in {found.phase} after step {found.step} for {found.still_seconds:.0f} s"
-    )
+    state = _STUCK.get(found.state, f"has been in {_where(found)} for {found.still_seconds:.0f} s")
     detail = f"rank {hanging} {state}" + (", and the others wait for it" if len(heartbeats) > 1 else "")
     return Hang(rank=hanging, seconds=seconds, detail=detail, unkillable=unkillable)
+
+
+def _where(heartbeat: RankHeartbeat) -> str:
+    if heartbeat.phase == COUNTED:
+        return f"the script after step {heartbeat.step} since its start"
+    return f"{heartbeat.phase} after step {heartbeat.step}"
 
 
 def describe_silence(seconds: float) -> str:
@@ -89,7 +97,7 @@ def describe_silence(seconds: float) -> str:
 def is_silent(heartbeats: Mapping[int, RankHeartbeat]) -> bool:
     """Return whether no rank writes heartbeats, and none has shown a sign of life for 15 minutes."""
     ranks = heartbeats.values()
-    return all(each.phase == UNWATCHED and each.still_seconds >= _OTHER_PHASES_SECONDS for each in ranks)
+    return all(each.phase in _SILENT_PHASES and each.still_seconds >= _OTHER_PHASES_SECONDS for each in ranks)
 
 
 def _find_hanging_rank(heartbeats: Mapping[int, RankHeartbeat]) -> int | None:
@@ -97,6 +105,8 @@ def _find_hanging_rank(heartbeats: Mapping[int, RankHeartbeat]) -> int | None:
     stuck = [rank for rank, heartbeat in heartbeats.items() if heartbeat.state in _STUCK]
     if len(stuck) == 1:
         return stuck[0]
+    if any(heartbeat.phase == UNWATCHED for heartbeat in heartbeats.values()):
+        return None  # its step is unknown
     positions = {rank: (heartbeat.step, heartbeat.phase) for rank, heartbeat in heartbeats.items()}
     ranks_at = Counter(positions.values())
     alone = [rank for rank, position in positions.items() if ranks_at[position] == 1]

@@ -18,8 +18,10 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
+from hpc.base.environment import HEARTBEAT
 from jobs import compat
 from jobs.compat import end_threads_and_run_exit_functions, leave_multiprocessing, run_module_as_main
+from jobs.ranks.step_counter import count_steps
 
 _ROOT = str(Path(__file__).parents[2])
 _OURS = frozenset({"hpc", "jobs", "torchrelay", "training"})
@@ -28,6 +30,8 @@ _OURS = frozenset({"hpc", "jobs", "torchrelay", "training"})
 def run_script(program: Sequence[str]) -> None:
     """Run `FILE.py ARGS...` or `-m MODULE ARGS...`, and end this process as Python would end."""
     _become_main_process(program)
+    if heartbeat := os.environ.get(HEARTBEAT):
+        count_steps(heartbeat, int(os.environ["RANK"]))
     code = 1
     try:
         if program[0] == "-m":

@@ -17,11 +17,12 @@ from hpc.run.nodedir import HeldNodeDir, NodeDir
 from jobs.control.agent_clock import AgentClock
 from jobs.control.channel import ControlChannel, ControlClient
 from jobs.control.messages import RankFailure, RankHeartbeat, RankStart
-from jobs.control.rank_health import UNWATCHED
+from jobs.control.rank_health import COUNTED, UNWATCHED
 from jobs.control.silent_nodes import Patience
 from jobs.node_attempt import NodeAttempt, log
 from jobs.ranks.input_check import InputCheck
 from jobs.ranks.left_out_files import find_left_out
+from jobs.ranks.step_counter import read_count
 from jobs.stop_request import StopRequest
 
 # The most failures in a status: enough that a busy head node's agent misses none. The event files have all failures.
@@ -67,6 +68,25 @@ class _Activity:
             self.seconds, self.volume, self.active_at = seconds, volume, now
 
 
+@dataclass(kw_only=True)
+class _Pace:
+    """How fast a rank whose steps are counted does them."""
+
+    pid: int
+    steps: int
+    changed_at: float
+    step_seconds: float | None = None
+    """Mean seconds per recent step; None if unknown."""
+
+    def measure(self, steps: int) -> None:
+        """Note the steps that the rank has done until now."""
+        if steps > self.steps:
+            now = time.monotonic()
+            seconds = (now - self.changed_at) / (steps - self.steps)
+            self.step_seconds = seconds if self.step_seconds is None else 0.9 * self.step_seconds + 0.1 * seconds
+            self.steps, self.changed_at = steps, now
+
+
 class LocalRanks:
     """Reads the heartbeats and failures that the ranks of one node write, round after round."""
 
@@ -77,6 +97,7 @@ class LocalRanks:
         self._looked_at = 0.0
         self._mentioned = set[tuple[int, str]]()
         self._activity = dict[int, _Activity]()
+        self._paces = dict[int, _Pace]()
         # Files may be left from the ranks of an earlier attempt whose agent was killed.
         self._remove_files()
 
@@ -98,19 +119,21 @@ class LocalRanks:
         """Return the last heartbeat of each rank that is alive."""
         found = []
         for local_rank in range(self._num_ranks):
-            fields = self._heartbeat(local_rank)
-            state = process_state(fields["pid"]) if fields and "pid" in fields else None
-            if fields is None or state in {None, "Z"}:
+            if (of_rank := self._fields(local_rank)) is None:
                 continue
+            fields, state = of_rank
             sign = fields["pid"], fields.get("count"), fields.get("step")
             if self._last_signs.get(local_rank, (None, 0.0))[0] != sign:
                 self._last_signs[local_rank] = (sign, time.monotonic())
+            still = self._clock.since(self._last_signs[local_rank][1])
+            if fields.get("phase") == COUNTED:
+                still = min(still, self._idle_seconds(fields["rank"], fields["pid"]))
             heartbeat = RankHeartbeat(
                 rank=fields.get("rank", local_rank),
                 step=fields.get("step", 0),
                 phase=fields.get("phase", ""),
-                state=state or "",
-                still_seconds=round(self._clock.since(self._last_signs[local_rank][1]), 2),
+                state=state,
+                still_seconds=round(still, 2),
                 step_seconds=fields.get("step_seconds"),
                 busy_seconds=fields.get("busy_seconds"),
             )
@@ -128,7 +151,10 @@ class LocalRanks:
             (False, self._node_dir.running_ranks()),
         ):
             for fields in filter(None, map(_read, paths)):
-                found[fields["rank"]] = RankStart(rank=fields["rank"], restarts=fields["restarts"], has_ended=has_ended)
+                found[fields["rank"]] = RankStart(
+                    rank=fields["rank"], restarts=fields["restarts"], has_ended=has_ended,
+                    counted_steps=fields.get("counted_steps"),
+                )  # fmt: skip
         return tuple(found.values())
 
     def _unwatched(self, watched: set[int]) -> Iterator[RankHeartbeat]:
@@ -136,13 +162,8 @@ class LocalRanks:
         for fields in map(_read, self._node_dir.running_ranks()):
             if fields is None or fields["rank"] in watched:
                 continue
-            rank, pid, now = fields["rank"], fields["pid"], time.monotonic()
-            last = self._activity.get(rank)
-            if last is None or last.pid != pid:
-                last = self._activity[rank] = _Activity(pid=pid)
-            if now > last.measured_at + _MEASURE_SECONDS:
-                last.measure(now, self._clock.since(last.active_at))
-            still, own = round(self._clock.since(last.active_at), 2), children(pid)[:1]
+            rank, pid = fields["rank"], fields["pid"]
+            still, own = round(self._idle_seconds(rank, pid), 2), children(pid)[:1]
             yield RankHeartbeat(
                 rank=rank,
                 step=0,
@@ -152,6 +173,42 @@ class LocalRanks:
                 step_seconds=None,
                 busy_seconds=None,
             )
+
+    def _idle_seconds(self, rank: int, pid: int) -> float:
+        """Return for how many seconds a process of a rank, and what it has started, have done nothing."""
+        last, now = self._activity.get(rank), time.monotonic()
+        if last is None or last.pid != pid:
+            last = self._activity[rank] = _Activity(pid=pid)
+        if now > last.measured_at + _MEASURE_SECONDS:
+            last.measure(now, self._clock.since(last.active_at))
+        return self._clock.since(last.active_at)
+
+    def _fields(self, local_rank: int) -> tuple[dict[str, Any], str] | None:
+        """Return the heartbeat of a rank and the state of its process; None if no process writes one or counts.
+
+        A script that writes heartbeats is believed. If it writes none, its optimizer steps are counted.
+        """
+        for read in (self._heartbeat, self._counted):
+            fields = read(local_rank)
+            state = process_state(fields["pid"]) if fields and "pid" in fields else None
+            if fields and state not in {None, "Z"}:
+                return fields, state or ""
+        return None
+
+    def _counted(self, local_rank: int) -> dict[str, Any] | None:
+        """Return the counted steps of a rank's last process as a heartbeat; None if it has counted none."""
+        count = read_count(str(self._node_dir.heartbeat(local_rank)))
+        if count is None:
+            return None
+        pace = self._paces.get(local_rank)
+        if pace is None or pace.pid != count.pid:
+            pace = _Pace(pid=count.pid, steps=count.steps, changed_at=time.monotonic())
+            self._paces[local_rank] = pace
+        pace.measure(count.steps)
+        return {
+            "pid": count.pid, "rank": count.rank, "step": count.steps, "phase": COUNTED,
+            "step_seconds": pace.step_seconds,
+        }  # fmt: skip
 
     def _heartbeat(self, local_rank: int) -> dict[str, Any] | None:
         """Return a rank's heartbeat; None if there is none or a field is wrong. A wrong field is logged once."""
@@ -231,6 +288,8 @@ class NodeMonitor:
         self._failures: tuple[RankFailure, ...] = ()
         self.last_step = 0
         """The last step that a rank of this node has done in this attempt."""
+        self.counted_steps: int | None = None
+        """The steps that a script's ranks have counted since their last start; None if a rank reports its steps."""
         self._next = 0.0
 
     @property
@@ -298,7 +357,9 @@ class NodeMonitor:
             self._node.record(RankFailed(**asdict(failure)))
         self._failures = (*self._failures, *failures)[-_KEPT_FAILURES:]
         heartbeats = self.ranks.heartbeats()
-        self.last_step = max([self.last_step, *(heartbeat.step for heartbeat in heartbeats)])
+        self.last_step = max([self.last_step, *(each.step for each in heartbeats if each.phase != COUNTED)])
+        if phases := {each.phase for each in heartbeats} - {UNWATCHED}:
+            self.counted_steps = max(each.step for each in heartbeats) if phases == {COUNTED} else None
         if self._channel.directive.stop:
             self._stop.handle(signal.SIGTERM, None)
         self._channel.report(

@@ -36,6 +36,7 @@ from jobs.compat import has_queried_gpus_before_the_fork
 from jobs.ranks import WRAPPER
 from jobs.ranks.helper_processes import ToldToEnd, protect_helper_processes
 from jobs.ranks.slurm_variables import task_variables
+from jobs.ranks.step_counter import read_count
 
 _IN_A_FORK = ("-m", "script")
 _GPU_FILES = "/dev/nvidia"
@@ -138,12 +139,13 @@ def run_rank(log_dir: str, node_dir: str, *program: str) -> None:
             "signal": names.get(by_signal, f"SIG{by_signal}") if by_signal else None,
             "out_of_memory": by_signal == signal.SIGKILL and _out_of_memory_kills() > kills,
             "step": _last_step(heartbeat, pid),
+            "counted_steps": _counted_steps(heartbeat, pid),
             "detail": _last_line(log, size_before, killed=by_signal is not None),
         }
         _record_failure(exits, f"{time.monotonic_ns():020d}-{local_rank}.json", record)
     else:
         with contextlib.suppress(OSError):
-            _write_whole(exits, f"ended-{local_rank}.json", start)
+            _write_whole(exits, f"ended-{local_rank}.json", {**start, "counted_steps": _counted_steps(heartbeat, pid)})
     _remove(os.path.join(exits, running))
     # Processes that survive this become children of torchrun, which ends them.
     end_children(_END_SECONDS)
@@ -269,6 +271,12 @@ def _last_step(heartbeat: str, pid: int) -> int | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # a program without heartbeats, or with its own format
     return step if type(step) is int and 0 <= step < 2**63 else None
+
+
+def _counted_steps(heartbeat: str, pid: int) -> int | None:
+    """Return how many steps a script's rank had done; None if it has counted none."""
+    count = read_count(heartbeat)
+    return count.steps if count and count.pid == pid else None
 
 
 def _last_line(log: str, size_before: int, *, killed: bool) -> str:

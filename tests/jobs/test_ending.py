@@ -82,7 +82,9 @@ def take_over(node: NodeAttempt) -> int:
     """What an agent does that has lost contact with its head node, and has no snapshot."""
     directive = SimpleNamespace(members=(0, 1))
     channel: Any = SimpleNamespace(silent_seconds=6.0, directive=directive, head_has_ended=False)
-    monitor: Any = SimpleNamespace(last_step=5, node_dir=NodeDir(node.run.path / "memory"), is_stopping=False)
+    monitor: Any = SimpleNamespace(
+        last_step=5, counted_steps=None, node_dir=NodeDir(node.run.path / "memory"), is_stopping=False
+    )
     return ending.take_over(node, channel, monitor)
 
 

@@ -66,7 +66,7 @@ OWN: dict[str, tuple[Callable[[Path], None] | None, tuple[str, ...], int]] = {
 }
 OF_LIBRARIES: dict[str, tuple[Callable[[Path], None] | None, tuple[str, ...], int]] = {
     "hydra_gpt": (None, ("steps=400", "hydra.run.dir={run_dir}/hydra", "model.width=32"), 400),
-    "lightning": (None, ("{run_dir}", "--nodes=2", "--epochs=20"), 1000),
+    "lightning": (None, ("--nodes=2", "--epochs=20"), 1000),
     "accelerate": (None, ("--epochs=20",), 1000),
     "huggingface": (write_dataset, ("{data}", "{run_dir}", "--epochs=40"), 480),
     "timm": (write_folder, ("{data}", "--model=test_resnet", "--epochs=10", "--workers=0"), 80),

@@ -50,6 +50,8 @@ class Attempt:
     """Time at which the current round began, or of the last interruption if no round has begun since."""
     ended: float | None = None
     last_step: int | None = None
+    counted_steps: int | None = None
+    """Steps that the ranks of a script had done since their last start, if the attempt has ended; None if unknown."""
     failed_at: float | None = None
     """Time of the failure that ended the attempt."""
     cause: str | None = None
@@ -126,6 +128,7 @@ def _changes(attempt: Attempt, event: Event) -> dict[str, Any]:
                 "failed_at": event.failed_at,
                 "cause": event.cause,
                 "last_step": event.step,
+                "counted_steps": event.counted_steps,
                 "detail": event.detail,
                 "signature": event.signature,
                 "world_size": None,

@@ -68,6 +68,9 @@ class Interruption:
     steps_lost: int | None
     """Steps that had to be recomputed; None before the training has started again, and for a user's script. If the
     training did not start between two interruptions, the later one has the lost steps of both."""
+    steps_lost_at_most: int | None = None
+    """The steps of a script that reports none, since its ranks had started: it restored a state that is at most as old.
+    None if they are not counted, or if `steps_lost` is known."""
 
 
 def interruptions_of(history: History) -> list[Interruption]:
@@ -160,6 +163,7 @@ def _interruption(
         detail=end.detail,
         seconds=_parts([failure, noticed, released, claimed, staged, connected, trains, first_step]),
         steps_lost=steps_lost,
+        steps_lost_at_most=None if restores else end.counted_steps,
     )
 
 

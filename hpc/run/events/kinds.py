@@ -293,6 +293,8 @@ class Interrupted(Event, frozen=True, kw_only=True, tag="interruption"):
     """A text that all repetitions of a failure share (hpc.run.budget)."""
     pause_seconds: Number = 0.0
     """Seconds until the ranks start again."""
+    counted_steps: Int | None = None
+    """The optimizer steps that a script had done since its ranks started, if it reports none; None if unknown."""
 
 
 class AttemptEnded(Event, frozen=True, kw_only=True):
@@ -309,6 +311,8 @@ class AttemptEnded(Event, frozen=True, kw_only=True):
     rank: Int | None = None
     node: str | None = None
     signature: str | None = None
+    counted_steps: Int | None = None
+    """The optimizer steps that a script had done since its ranks started, if it reports none; None if unknown."""
 
 
 # --- ranks ---
@@ -445,6 +449,8 @@ class RankFailed(Event, frozen=True, kw_only=True):
     """The last step that this rank had done."""
     detail: str | None = None
     started_at: Time | None = None
+    counted_steps: Int | None = None
+    """The optimizer steps that the rank of a script had done since its start, if it reports none; None if unknown."""
 
 
 class RanksStarted(Event, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ import pytest
 from hpc.base.errors import UserError
 from jobs.control import rank_health
 from jobs.control.messages import RankHeartbeat
-from jobs.control.rank_health import UNWATCHED, StragglerDetector, find_hang, timeout_seconds
+from jobs.control.rank_health import COUNTED, UNWATCHED, StragglerDetector, find_hang, timeout_seconds
 
 
 def heartbeat(rank: int, still: float = 0.0, step: int = 10, phase: str = "step", state: str = "S") -> RankHeartbeat:
@@ -65,6 +65,23 @@ def test_ranks_without_heartbeats_wait_for_those_with_them() -> None:
     found = find_hang(of(heartbeat(0, still=31), heartbeat(1, still=5, phase=UNWATCHED)), "30s")
     assert found is not None
     assert found.detail == "no rank has moved for 31 s: 1 in step after step 10"
+
+
+def test_ranks_whose_steps_are_counted_hang_together() -> None:
+    def found(*ranks: RankHeartbeat) -> str | None:
+        hang = find_hang(of(*ranks), "30s")
+        return hang.detail if hang else None
+
+    late, later = heartbeat(0, still=31, phase=COUNTED), heartbeat(1, still=31, step=11, phase=COUNTED)
+    assert found(late, later) == (
+        "rank 0 has been in the script after step 10 since its start for 31 s, and the others wait for it"
+    )
+    evaluates, not_begun = replace(later, still_seconds=29.0), heartbeat(1, still=31, step=0, phase=UNWATCHED)
+    assert found(late, evaluates) is None
+    assert found(late, not_begun) is None, "a rank that has done no step may be far behind, or need none"
+    assert timeout_seconds(late, "auto") == 900.0
+    reports = heartbeat(1, still=31, phase="script")
+    assert found(replace(late, still_seconds=0.0), reports) == "no rank has moved for 31 s: 1 in script after step 10"
 
 
 def test_stopped_process_hangs_in_every_phase() -> None:

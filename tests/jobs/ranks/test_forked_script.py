@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -240,3 +241,26 @@ if __name__ == "__main__":
 def test_script_that_prepares_its_imports_runs_in_a_python_of_its_own(line: str) -> None:
     assert TopLevel.parse(f"import os\n{line}\nimport torch\n".encode()).prepares_imports
     assert not TopLevel.parse(f"import os, torch\n{line}\n".encode()).prepares_imports
+
+
+# Its loader's worker is a fork, which steps, too.
+STEPS = """
+import os, signal, torch
+from torch.utils.data import DataLoader, StackDataset
+
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for batch in DataLoader(StackDataset(torch.arange(7.0)), num_workers=1, worker_init_fn=lambda _: optimizer.step()):
+    optimizer.step()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("run", [run_forked, run_executed])
+def test_steps_are_counted_until_the_rank_is_killed(code: Path, run: Callable[..., tuple[int, str]]) -> None:
+    (code / "train.py").write_text(STEPS)
+    exit_code, log = run(code, "train.py")
+    assert exit_code == -signal.SIGKILL, log
+    [failure] = [json.loads(path.read_bytes()) for path in NodeDir(code).exits.glob("[0-9]*.json")]
+    assert failure["counted_steps"] == 7
+    assert failure["step"] is None, "it would decide whether the same failure has repeated"

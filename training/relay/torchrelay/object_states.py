@@ -74,7 +74,7 @@ def capture_states(objects: Mapping[str, Saveable], step: int, memory: CopyMemor
     own = {name: each.state_dict() for name, each in objects.items() if not _is_shared(each)}
     data = serialized({"objects": own, "random": random_states()})
     try:
-        _deserialized(data)
+        deserialized(data)
     except UnpicklingError:
         for name, content in own.items():
             _check_content(name, content)
@@ -152,7 +152,7 @@ def serialize(content: Any, file: IO[bytes]) -> None:
         raise
 
 
-def _deserialized(data: bytes) -> Any:
+def deserialized(data: bytes) -> Any:
     """Return the content that `serialized` made into bytes. Pickled code is not run, but raises UnpicklingError."""
     import torch
 
@@ -170,7 +170,7 @@ def check_restorable(objects: Mapping[str, Saveable]) -> None:
 
 def _check_content(name: str, content: Any) -> None:
     try:
-        _deserialized(serialized(content))
+        deserialized(serialized(content))
     except UnpicklingError as error:
         raise TypeError(
             f"state({name}=...): its state_dict() holds more than tensors, numbers and texts, so it could not be "
@@ -180,10 +180,10 @@ def _check_content(name: str, content: Any) -> None:
 
 def load_states(objects: Mapping[str, Saveable], data: bytes) -> None:
     """Load a serialized state into the objects. Raises KeyError if it was saved from objects of other names."""
-    content = _deserialized(data)
+    content = deserialized(data)
     every = content["own"]
     # If there are more ranks than at the save, some continue with the same state as others.
-    own = _deserialized(every[THIS_RANK.rank % len(every)])
+    own = deserialized(every[THIS_RANK.rank % len(every)])
     states = {**content["shared"], **own["objects"]}
     if states.keys() != objects.keys():
         raise KeyError(

@@ -1,0 +1,85 @@
+"""A callback for PyTorch Lightning: agreed stops, checkpoints, and what `hpc status` shows. Runs on every rank.
+
+For example::
+
+    from torchrelay.lightning import Relay
+
+    relay = Relay()
+    trainer = Trainer(callbacks=[relay], ...)
+    trainer.fit(model, StatefulDataLoader(...), ckpt_path=relay.checkpoint)
+
+The position in an epoch is a part of Lightning's checkpoint if the loader has `state_dict`, as torchdata's
+StatefulDataLoader has. In a script that Torchrelay did not start, the callback does nothing.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.callbacks import Callback
+
+from .library_training import LibraryTraining, exit_after_save
+from .object_states import deserialized, random_states, restore_random, serialized
+from .progress_files import progress_files
+from .rank_exchange import all_gather_bytes, ranks
+from .this_rank import THIS_RANK, check_no_later_attempt
+
+
+class Relay(Callback):  # type: ignore[misc]  # mypy does not look at Lightning, which need not be installed
+    """Saves Lightning's checkpoint at times and when Slurm stops the job, and then ends the ranks with exit code 0."""
+
+    def __init__(self, *, checkpoint_seconds: float = 600.0) -> None:
+        """Save every `checkpoint_seconds`: a crash costs the steps since then, a stop of the job none."""
+        self._training = LibraryTraining(checkpoint_seconds)
+        self._step = 0
+        # Lightning does not save the states of random number generators. Each rank has its own.
+        self._random = list[bytes]()
+
+    @property
+    def _file(self) -> Path | None:
+        return THIS_RANK.run_dir / "lightning.ckpt" if THIS_RANK.run_dir else None
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The path of the run's checkpoint, for `ckpt_path`; None if the run has none yet."""
+        return self._file if self._file and self._file.exists() else None
+
+    def on_train_start(self, trainer: Any, _module: Any) -> None:
+        """Replace Lightning's handler of SIGTERM, which ends the training before anything is saved."""
+        self._step = trainer.global_step
+        total = trainer.estimated_stepping_batches
+        self._training.begin(self._step, int(total) if 0 < total < float("inf") else None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a part of Lightning's checkpoint: the states of the random number generators of all ranks."""
+        return {"random": self._random}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the states from a checkpoint, for the first step."""
+        self._random = state_dict["random"]
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Continue with this rank's random numbers. Other numbers of ranks have none that could continue."""
+        if len(self._random) == THIS_RANK.world_size:
+            restore_random(deserialized(self._random[THIS_RANK.rank]))
+        self._random = []
+
+    def on_train_batch_end(self, trainer: Any, _module: Any, outputs: Any, *_: Any) -> None:
+        """Act after each step of the optimizer, when no gradients wait to be accumulated."""
+        if trainer.global_step == self._step:
+            return
+        self._step = trainer.global_step
+        if self._step % trainer.log_every_n_steps == 0:
+            values = {"loss": outputs["loss"]} if isinstance(outputs, dict) and "loss" in outputs else {}
+            lr = trainer.optimizers[0].param_groups[0]["lr"]
+            progress_files.report(self._step, {"epoch": trainer.current_epoch, "lr": lr, **values})
+        agreed = self._training.after_step(self._step)
+        if agreed.save and self._file:
+            temporary = self._file.with_suffix(".tmp")
+            self._random = all_gather_bytes(serialized(random_states()), ranks.group)
+            trainer.save_checkpoint(temporary)  # all ranks call it, rank 0 writes
+            self._random = []
+            if trainer.is_global_zero:
+                check_no_later_attempt()
+                temporary.replace(self._file)
+        if agreed.stop:
+            exit_after_save(self._step)
