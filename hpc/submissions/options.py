@@ -12,7 +12,7 @@ from hpc.base.errors import UserError
 from hpc.base.flags import REPEATABLE, Flag
 from hpc.commands import cli
 from hpc.run.spec import Network, Notification, Recovery, Resources, Service
-from hpc.submissions import sbatch_advice, sbatch_variables
+from hpc.submissions.sbatch import sbatch_advice, sbatch_variables
 from hpc.submissions.cluster_choice import SLURM_FLAGS, ClusterFlag
 from training.config import command_line
 from training.config.command_line import RecipeName

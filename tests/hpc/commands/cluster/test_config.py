@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support import cluster
 
-from hpc.submissions import sbatch_variables
+from hpc.submissions.sbatch import sbatch_variables
 from hpc.submissions.options import SubmitTraining, flag_names
 from training.config import defaults as files
 

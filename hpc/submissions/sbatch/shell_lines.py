@@ -1,0 +1,164 @@
+"""Divides a batch script into commands and words, and expands words, as Bash does. Pure; runs on the login node.
+
+It knows quotes, comments, continued lines and operators, and the expansion of plain variables. It does not know compound
+commands: for the caller, `for` and `if` are commands like others. The text must be valid Bash (`bash -n`).
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc.base.errors import UserError
+
+_SPACE = re.compile(r"(?:[ \t]|\\\n)+")
+_COMMENT = re.compile(r"#[^\n]*")
+_REDIRECT = re.compile(r"\d*(?:<<<|<<-?|<>|>>|>\||>&|<&|>|<(?!\()|>(?!\())|&>>?")
+_OPERATOR = re.compile(r"&&|\|\||\|&|;;|[;&|\n]")
+_NESTED = {"$(": ")", "<(": ")", ">(": ")", "${": "}"}
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::-([^}$`'\"\\]*))?\})")
+_ARGUMENTS = {"$@", '"$@"', "$*", '"$*"'}  # sbatch FILE passes none, so Bash drops these words
+_BRACES = re.compile(r"\{[^{}]*(,|\.\.)[^{}]*\}")
+_SPECIAL_IN_QUOTES = '$`"\\'
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A simple command of a statement."""
+
+    words: tuple[str, ...]
+    """The words as they are written, with their quotes."""
+    redirects: tuple[str, ...]
+    """The redirections as they are written, without spaces: `2>&1`, `>log.txt`."""
+    operator: str
+    """The operator after the command: `&&`, `||`, `|`, `|&`, `&`; empty at the end of the statement."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statement:
+    """Commands that operators connect. A statement ends with its line, or at `;` or `&`."""
+
+    line: int
+    """The number of its first line in the file."""
+    text: str
+    """The statement as it is written, without comments, in one line if no quoted text has several lines."""
+    commands: tuple[Command, ...]
+
+
+def statements(text: str, first_line: int = 1) -> Iterator[Statement]:
+    """Yield the statements of a script."""
+    commands, words, redirects = list[Command](), list[str](), list[str]()
+    at, start, end = 0, None, 0
+    text += "\n"
+    while at < len(text):
+        if match := _SPACE.match(text, at) or _COMMENT.match(text, at):
+            at = match.end()
+            continue
+        start = at if start is None and text[at] != "\n" else start
+        if match := _REDIRECT.match(text, at):
+            space = _SPACE.match(text, match.end())
+            target = space.end() if space else match.end()
+            at = end = _word_end(text, target)
+            redirects.append(match[0] + text[target:end])
+        elif match := _OPERATOR.match(text, at):
+            at, operator = match.end(), match[0]
+            if operator == "\n" and not words and commands and commands[-1].operator not in {"", "&"}:
+                continue  # the statement goes on after an operator at the end of the line
+            if words or redirects:
+                after = "" if operator in {"\n", ";", ";;"} else operator
+                commands.append(Command(words=tuple(words), redirects=tuple(redirects), operator=after))
+                words, redirects = [], []
+            if operator in {"\n", ";", ";;", "&"} and commands:
+                line = first_line + text.count("\n", 0, start)
+                joined = re.sub(r"[ \t]*\\\n[ \t]*", " ", text[start:end])
+                yield Statement(line=line, text=joined, commands=tuple(commands))
+                commands, start = [], None
+        else:
+            begin, at = at, max(_word_end(text, at), at + 1)
+            end = at
+            words.append(text[begin:end])
+
+
+def _word_end(text: str, at: int) -> int:
+    """Return the index after the word that begins at `at`."""
+    while at < len(text) and (text[at] not in " \t\n;&|<>" or text[at : at + 2] in _NESTED):
+        at = _after(text, at)
+    return at
+
+
+def _after(text: str, at: int) -> int:
+    """Return the index after the character at `at`, or after the quoted or nested text that it begins."""
+    character, two = text[at], text[at : at + 2]
+    if character == "\\":
+        return at + 2
+    if character in "'`":
+        return (text.find(character, at + 1) + 1) or len(text)
+    if character == '"':
+        at += 1
+        while at < len(text) and text[at] != '"':
+            is_special = text[at] in "\\`" or text[at : at + 2] in {"$(", "${"}
+            at = _after(text, at) if is_special else at + 1
+        return at + 1
+    if closing := _NESTED.get(two) or (")" if character == "(" else None):
+        at += 1 if character == "(" else 2
+        while at < len(text) and text[at] != closing:
+            at = _after(text, at)
+    return at + 1
+
+
+def expand(word: str, value_of: Callable[[str], str]) -> list[str]:
+    """Return the fields to which Bash would expand a word: usually one, but none or several for unquoted variables.
+
+    Raises:
+        UserError: the word has an expansion other than that of a plain variable. The message says which.
+    """
+    if word in _ARGUMENTS:
+        return []
+    fields, at, is_quoted = [""], 0, False
+    while at < len(word):
+        character = word[at]
+        if match := _VARIABLE.match(word, at):
+            value = _value(match, value_of)
+            first, *more = [value] if is_quoted else re.split(r"[ \t\n]+", value)
+            fields[-1] += first
+            fields += more
+            at = match.end()
+        elif character == "'" and not is_quoted:
+            end = word.index("'", at + 1)
+            fields[-1] += word[at + 1 : end]
+            at = end + 1
+        elif character == "\\":
+            following = word[at + 1 : at + 2]
+            keeps = is_quoted and following not in _SPECIAL_IN_QUOTES + "\n"
+            fields[-1] += "\\" * keeps + ("" if following == "\n" else following)
+            at += 2
+        else:
+            is_quoted ^= character == '"'
+            fields[-1] += _plain(word, at, is_quoted=is_quoted)
+            at += 1
+    has_quotes = "'" in word or '"' in word
+    return fields if has_quotes else [field for field in fields if field]
+
+
+def _value(match: re.Match[str], value_of: Callable[[str], str]) -> str:
+    name, braced, default = match.groups()
+    try:
+        return value_of(name or braced)
+    except LookupError:
+        if default is None:
+            raise UserError(f"{match[0]} is set neither in the file nor in this shell: write its value") from None
+        return default
+
+
+def _plain(word: str, at: int, *, is_quoted: bool) -> str:
+    """Return what an unescaped character stands for. Raises UserError if Bash would expand it."""
+    character = word[at]
+    if character in "$`" and word[at + 1 :].strip('"'):
+        raise UserError(f"{word} is computed while the job runs: write its value")
+    if character == '"':
+        return ""
+    if not is_quoted and character == "~" and at == 0:
+        return str(Path.home()) if word[1:2] in {"", "/"} else character
+    if not is_quoted and (character in "*?" or _BRACES.match(word, at)):
+        raise UserError(f"{word} is a pattern, which hpc submit does not expand: quote it, or write the names")
+    return character
