@@ -29,7 +29,8 @@ _COUNTS = {
     "gres",
 }  # fmt: skip
 _SAME = {"account", "constraint", "cpus-per-gpu", "exclude", "mem", "partition", "qos", "time", "time-min"}
-_KNOWN = sorted({*_NO_VALUE, *WITH_VALUE, *MANAGED_SBATCH, *_LEFT_OUT, *_COUNTS, "input"})
+_SYNONYMS = {"tasks-per-node": "ntasks-per-node"}
+_KNOWN = sorted({*_NO_VALUE, *WITH_VALUE, *MANAGED_SBATCH, *_LEFT_OUT, *_COUNTS, *_SYNONYMS, "input"})
 _SIGNAL = re.compile(r"(?P<to>[A-Z]+:)?(?:SIG)?(?P<name>[A-Z]+\d?)(?:@(?P<seconds>\d+))?")
 _MEMORY_OPTIONS = {"mem", "mem-per-cpu", "mem-per-gpu"}  # sbatch accepts only one of these
 
@@ -99,11 +100,20 @@ def read_options(
 
 def _full_name(option: Option) -> str:
     """Return the long name of an option that may be shortened, as getopt accepts: `part` for `partition`."""
+    if option.name in _SYNONYMS:
+        return _SYNONYMS[option.name]
     matches = [name for name in _KNOWN if name.startswith(option.name)]
     if option.name in matches or len(matches) == 1:
         return option.name if option.name in matches else matches[0]
     hint = did_you_mean(option.name, _KNOWN, "delete it, or submit this file with sbatch", 1)
     raise UserError(f"line {option.line}: hpc submit knows no option {option} of sbatch: {hint}")
+
+
+LAYOUT_VARIABLES = {
+    "SLURM_NNODES", "SLURM_JOB_NUM_NODES", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE",
+    "SLURM_CPUS_PER_TASK", "SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE",
+}  # fmt: skip
+"""Slurm's variables whose values follow from the options."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,12 +4,11 @@ It knows quotes, comments, continued lines and operators, and the expansion of p
 commands: for the caller, `for` and `if` are commands like others. The text must be valid Bash (`bash -n`).
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
-from hpc.base.errors import UserError
 
 _SPACE = re.compile(r"(?:[ \t]|\\\n)+")
 _COMMENT = re.compile(r"#[^\n]*")
@@ -17,6 +16,7 @@ _REDIRECT = re.compile(r"\d*(?:<<<|<<-?|<>|>>|>\||>&|<&|>|<(?!\()|>(?!\())|&>>?"
 _OPERATOR = re.compile(r"&&|\|\||\|&|;;|[;&|\n]")
 _NESTED = {"$(": ")", "<(": ")", ">(": ")", "${": "}"}
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::-([^}$`'\"\\]*))?\})")
+_ARITHMETIC = re.compile(r"\$\(\(([\w\s${}*+]+)\)\)")
 _ARGUMENTS = {"$@", '"$@"', "$*", '"$*"'}  # sbatch FILE passes none, so Bash drops these words
 _BRACES = re.compile(r"\{[^{}]*(,|\.\.)[^{}]*\}")
 _SPECIAL_IN_QUOTES = '$`"\\'
@@ -106,59 +106,64 @@ def _after(text: str, at: int) -> int:
     return at + 1
 
 
-def expand(word: str, value_of: Callable[[str], str]) -> list[str]:
+def expand(
+    word: str, value_of: Callable[[str], str | None], unknown: Callable[[str], str], *, splits: bool = True
+) -> list[str]:
     """Return the fields to which Bash would expand a word: usually one, but none or several for unquoted variables.
 
-    Raises:
-        UserError: the word has an expansion other than that of a plain variable. The message says which.
+    Args:
+        word: the word as it is written.
+        value_of: returns the value of a variable; None if it is not set.
+        unknown: returns a text without spaces that stands for what cannot be expanded. Its argument is the reason.
+        splits: whether Bash divides values into fields, as it does unless the word is assigned to a variable.
     """
     if word in _ARGUMENTS:
         return []
     fields, at, is_quoted = [""], 0, False
     while at < len(word):
-        character = word[at]
+        character, end = word[at], at + 1
         if match := _VARIABLE.match(word, at):
-            value = _value(match, value_of)
-            first, *more = [value] if is_quoted else re.split(r"[ \t\n]+", value)
+            value = value_of(match[1] or match[2])
+            if value is None:
+                value = match[3]
+            if value is None:
+                value = unknown(f"{match[0]} is set neither in the file nor in this shell: write its value")
+            first, *more = [value] if is_quoted or not splits else re.split(r"[ \t\n]+", value)
             fields[-1] += first
             fields += more
-            at = match.end()
+            end = match.end()
+        elif match := _ARITHMETIC.match(word, at):
+            fields[-1] += _sum(match[1], value_of) or unknown(f"{word} is computed while the job runs: write its value")
+            end = match.end()
+        elif character in "$`" and word[end:].strip('"'):
+            fields[-1] += unknown(f"{word} is computed while the job runs: write its value")
+            end = _after(word, at)
         elif character == "'" and not is_quoted:
-            end = word.index("'", at + 1)
-            fields[-1] += word[at + 1 : end]
-            at = end + 1
+            end = _after(word, at)
+            fields[-1] += word[at + 1 : end - 1]
         elif character == "\\":
-            following = word[at + 1 : at + 2]
-            keeps = is_quoted and following not in _SPECIAL_IN_QUOTES + "\n"
-            fields[-1] += "\\" * keeps + ("" if following == "\n" else following)
-            at += 2
+            end += 1
+            keeps = is_quoted and word[at + 1] not in _SPECIAL_IN_QUOTES + "\n"
+            fields[-1] += "\\" * keeps + word[at + 1 : end].removeprefix("\n")
+        elif character == '"':
+            is_quoted = not is_quoted
+        elif not is_quoted and (character in "*?" or _BRACES.match(word, at)):
+            fields[-1] += unknown(f"{word} is a pattern, which hpc submit does not expand: quote it, or write the names")
+        elif character == "~" and at == 0 and word[1:2] in {"", "/"}:
+            fields[-1] += str(Path.home())
         else:
-            is_quoted ^= character == '"'
-            fields[-1] += _plain(word, at, is_quoted=is_quoted)
-            at += 1
+            fields[-1] += character
+        at = end
     has_quotes = "'" in word or '"' in word
     return fields if has_quotes else [field for field in fields if field]
 
 
-def _value(match: re.Match[str], value_of: Callable[[str], str]) -> str:
-    name, braced, default = match.groups()
-    try:
-        return value_of(name or braced)
-    except LookupError:
-        if default is None:
-            raise UserError(f"{match[0]} is set neither in the file nor in this shell: write its value") from None
-        return default
-
-
-def _plain(word: str, at: int, *, is_quoted: bool) -> str:
-    """Return what an unescaped character stands for. Raises UserError if Bash would expand it."""
-    character = word[at]
-    if character in "$`" and word[at + 1 :].strip('"'):
-        raise UserError(f"{word} is computed while the job runs: write its value")
-    if character == '"':
-        return ""
-    if not is_quoted and character == "~" and at == 0:
-        return str(Path.home()) if word[1:2] in {"", "/"} else character
-    if not is_quoted and (character in "*?" or _BRACES.match(word, at)):
-        raise UserError(f"{word} is a pattern, which hpc submit does not expand: quote it, or write the names")
-    return character
+def _sum(expression: str, value_of: Callable[[str], str | None]) -> str | None:
+    """Return the value of a sum of products of whole numbers and variables; None if one is not a whole number."""
+    values = [
+        [name if name.isdigit() else value_of(name) or "" for name in (part.strip(" ${}") for part in term.split("*"))]
+        for term in expression.split("+")
+    ]
+    if not all(value.isdigit() for term in values for value in term):
+        return None
+    return str(sum(math.prod(map(int, term)) for term in values))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hpc.base.errors import UserError
 from hpc.submissions.sbatch.batch_file import directives, is_login_shell
-from hpc.submissions.sbatch.batch_options import Layout, Option, flags_of, layout_of, read_directive, without_typed
+from hpc.submissions.sbatch.batch_options import LAYOUT_VARIABLES, Layout, flags_of, layout_of, read_directive, without_typed
 from hpc.submissions.sbatch.launch_line import Launch, ShellText, is_launcher, read_launch, without_srun
 from hpc.submissions.sbatch.shell_lines import Command, Statement, expand, statements
 
@@ -46,8 +46,10 @@ _RENDEZVOUS = re.compile(
 )  # fmt: skip
 _ABOUT_NODES = re.compile(r"scontrol\s+show\s+host|\bSLURM_(JOB_)?NODELIST\b|\bhostname\b|SLURMD_NODENAME")
 _ASSIGNMENT = re.compile(r"(\w+)(?:\[[^]]*\])?\+?=(.*)", re.DOTALL)
+# A line of --setup that depends on the directory in which it runs.
+_RELATIVE = re.compile(r"(source|\.)\s+[\"']?[^/~$\"'\s]|>|cd ")
 _PER_TASK = re.compile(r"\bSLURM_(PROCID|LOCALID|NODEID)\b")
-_VARIABLE = re.compile(r"'[^']*'|\\.|\$\{?(\w+)\}?")
+_COUNT = re.compile(r"'[^']*'|\\.|\$(?:(SLURM_\w+)|\{(SLURM_\w+)(?::-([^}]*))?\})")
 # Variables of the shell that differ in the job.
 _OF_THE_JOB = {"TMPDIR", "RANDOM", "HOSTNAME", "SECONDS", "BASH_SOURCE", "LINENO", "EPOCHSECONDS", "SHLVL", "PPID", "0"}
 _INSTEAD = {
@@ -55,7 +57,8 @@ _INSTEAD = {
     "SLURM_ARRAY_TASK_ID": "submit one run per setting", "TMPDIR": "write {data}, the node's copy of --data",
     "SLURM_TMPDIR": "write {data}, the node's copy of --data",
 }  # fmt: skip
-_UNKNOWN = "\0"  # begins a word that cannot be expanded; the reason follows
+# Stands in a word for what is known only in the job. The number is that of the reason.
+_UNKNOWN = re.compile("\0(\\d+)\0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +129,9 @@ def translate(
     if reader.launch is None:
         raise UserError("no line starts a training: write srun python train.py, or torchrun train.py")
     launch, setup = reader.launch, reader.used_setup()
+    launchers = ["srun"] * (launch.step is not None) + [launch.python] * (not launch.starts_one_each)
+    if launchers:
+        reader.notes.append(f"line {reader.launch_line}: {' '.join(launchers)}: hpc submit starts the ranks, one per GPU")
     step = {option.name: option for option in launch.step or ()}
     layout = layout_of({**options, **{name: option for name, option in step.items()}}, batch.nodes)
     flags = {**_resources(layout, launch, reader.launch_line, typed, notes), **flags}
@@ -182,7 +188,7 @@ class _Reader:
         self.launch_line = 0
         self.directory = self._start = directory
         self._exported = set(environment)
-        self._values: dict[str, str | None] = dict(values)
+        self._values, self._reasons = dict(values), list[str]()
         self._left_out = set[str]()
         self._in_step = False
 
@@ -220,6 +226,7 @@ class _Reader:
             self._command(commands[0], line, _text(commands[0]) if ends else statement.text)
         elif operators <= {"|", "|&"} and is_launcher(names[0]) and set(names[1:]) == {"tee"}:
             self._command(commands[0], line, _text(commands[0]))
+            self._note(line, _text(commands[-1]), "hpc logs prints the output")
         elif operators <= {"|", "|&"} and names[0] in _PRINTS and set(names[1:]) <= _FILTERS | _PRINTS:
             self._note(line, statement.text, "only prints")
         else:
@@ -245,10 +252,14 @@ class _Reader:
             self._print(command, line, text)
         elif self.launch is not None and name in _AFTER_PROGRAM:
             self._note(line, text, "comes after the program")
+        elif name in _SETUP and fields[1:2] != ["run"] and self.launch is None:
+            self._add_setup(line, text)
         elif name in _NOT_UNDERSTOOD:
             raise UserError(f"{_short(text)} {_NOT_UNDERSTOOD[name]}")
         elif is_launcher(fields[0]):
             self._launch(fields, line, text)
+            if command.redirects:
+                self._note(line, " ".join(command.redirects), "hpc logs prints the output")
         elif self.launch is not None:
             raise UserError(f"{_short(text)} comes after the program of line {self.launch_line}: delete it, or do it by hand")
         elif name == "cd":
@@ -258,8 +269,6 @@ class _Reader:
         elif name in {"mapfile", "readarray", "read"} and _ABOUT_NODES.search(text):
             self._left_out.update(word for word in words[1:] if re.fullmatch(r"\w+", word))
             self._note(line, text, "torchrun finds the nodes by itself")
-        elif name in _SETUP:
-            self._add_setup(line, text)
         else:
             raise UserError(
                 f"{_short(text)}: hpc submit does not know what {name} is for: delete the line, or type it as --setup after "
@@ -268,27 +277,29 @@ class _Reader:
 
     # --- variables ---
 
-    def _value_of(self, name: str) -> str:
-        """Return the value of a variable. Raises LookupError if nothing sets it, UserError if only the job knows it."""
+    def _value_of(self, name: str) -> str | None:
         if name == "PWD":
             return str(self.directory)
-        value = self._values.get(name)
-        if value is not None and name not in _OF_THE_JOB:
-            return value
-        if name in self._left_out:
-            raise UserError(f"${name} is a part of the rendezvous, which torchrun sets up: have the script read MASTER_ADDR "
-                            "and MASTER_PORT, or use env://")  # fmt: skip
-        if name in self._values or name in _OF_THE_JOB or name.startswith("SLURM"):
-            raise UserError(f"${name} is known only in the job: {_INSTEAD.get(name, 'write its value')}")
         if name.isdigit():
-            raise UserError(f"${name} is an argument of the batch script, and sbatch passes none: write its value")
-        raise LookupError(name)
+            return self._unknown(f"${name} is an argument of the batch script, and sbatch passes none: write its value")
+        if name in self._values and name not in _OF_THE_JOB:
+            return self._values[name]
+        if name in _OF_THE_JOB or (name.startswith("SLURM") and name not in LAYOUT_VARIABLES):
+            return self._unknown(f"${name} is known only in the job: {_INSTEAD.get(name, 'write its value')}")
+        return None
 
-    def _fields(self, word: str) -> Sequence[str]:
-        try:
-            return expand(word, self._value_of)
-        except UserError as error:
-            return [_UNKNOWN + str(error)]
+    def _unknown(self, reason: str) -> str:
+        self._reasons.append(reason)
+        return f"\0{len(self._reasons) - 1}\0"
+
+    def _fields(self, word: str) -> list[str]:
+        return expand(word, self._value_of, self._unknown)
+
+    def _check_is_known(self, *words: str) -> None:
+        """Raise UserError if the value of a word is known only in the job."""
+        for word in words:
+            if match := _UNKNOWN.search(word):
+                raise UserError(self._reasons[int(match[1])])
 
     def _assign(self, words: Sequence[str], line: int, text: str) -> None:
         is_export = words[0] == "export"
@@ -296,10 +307,17 @@ class _Reader:
         for word in words:
             if match := _ASSIGNMENT.fullmatch(word):
                 name, written = match.groups()
-                values = self._fields(written) if not written.startswith("(") else [_UNKNOWN]
-                value = " ".join(values)
-                self._values[name] = None if value.startswith(_UNKNOWN) or "+=" in word[: len(name) + 2] else value
-                if self._is_rendezvous(name, written):
+                is_plain = word.startswith(f"{name}=") and not written.startswith("(")
+                self._values[name] = (
+                    "".join(expand(written, self._value_of, self._unknown, splits=False))
+                    if is_plain
+                    else self._unknown(f"{word} is not a plain value: write its value where it is used")
+                )
+                is_of_rendezvous = _RENDEZVOUS.fullmatch(name) or _ABOUT_NODES.search(written)
+                if is_of_rendezvous and _UNKNOWN.search(self._values[name]):
+                    self._values[name] = self._unknown(f"${name} is a part of the rendezvous, which torchrun sets up: "
+                                                       "have the script read MASTER_ADDR and MASTER_PORT, or use env://")  # fmt: skip
+                if is_of_rendezvous or ("$" in written and self._left_out & set(re.findall(r"\w+", written))):
                     self._left_out.add(name)
                     self._note(line, word if not is_export else f"export {word}", "torchrun sets up the rendezvous")
                     continue
@@ -316,15 +334,14 @@ class _Reader:
         alone = None if is_export or len(names) > 1 or first in self._exported else first
         self.setup.append(SetupLine(line=line, text=self._with_counts(text), sets=alone))
 
-    def _is_rendezvous(self, name: str, written: str) -> bool:
-        used = set(re.findall(r"\w+", written)) if "$" in written else set()
-        return bool(_RENDEZVOUS.fullmatch(name) or _ABOUT_NODES.search(written) or used & self._left_out)
-
     def _with_counts(self, text: str) -> str:
         """Replace Slurm's numbers of tasks and CPUs, which are those of the batch script and not those of our job."""
-        return _VARIABLE.sub(
-            lambda match: self._values.get(match[1]) or match[0] if (match[1] or "").startswith("SLURM_") else match[0], text
-        )
+
+        def count(match: re.Match[str]) -> str:
+            name = match[1] or match[2]
+            return self._values.get(name) or match[3] or "" if name in LAYOUT_VARIABLES else match[0]
+
+        return _COUNT.sub(count, text)
 
     # --- commands ---
 
@@ -345,13 +362,11 @@ class _Reader:
 
     def _change_directory(self, fields: Sequence[str], line: int) -> None:
         target = next(iter(fields), str(Path.home()))
-        if target.startswith(_UNKNOWN):
-            raise UserError(target.removeprefix(_UNKNOWN))
+        self._check_is_known(target)
         directory = Path(os.path.normpath(self.directory / target))
         if not directory.is_dir():
             raise UserError(f"cd {target}: there is no such directory here: write one that this machine has, too")
-        if directory != self.directory and self.setup:
-            # The lines before this one may name files relative to the directory in which they stand.
+        if directory != self.directory and any(map(_RELATIVE.search, (line.text for line in self.setup))):
             before = [] if self.directory != self._start else [SetupLine(line=line, text=f"cd {shlex.quote(str(self.directory))}")]
             self.setup = [*before, *self.setup, SetupLine(line=line, text=f"cd {shlex.quote(str(directory))}")]
         self.directory = directory
@@ -366,14 +381,11 @@ class _Reader:
             self._note(line, text, "type it before hpc submit if the training needs the directory")
 
     def _launch(self, fields: Sequence[str], line: int, text: str) -> None:
-        if fields[0].startswith(_UNKNOWN):
-            raise UserError(fields[0].removeprefix(_UNKNOWN))
         if self.launch is not None:
             raise UserError(f"{_short(text)} is a second program after line {self.launch_line}: submit each as a run of its own")
         launch = read_launch(fields, line)
         if isinstance(launch, ShellText):
-            if _UNKNOWN in launch.text:
-                raise UserError(launch.text.partition(_UNKNOWN)[2])
+            self._check_is_known(launch.text)
             self._in_step = launch.step is not None
             self.read(statements(launch.text, line))
             self._in_step = False
@@ -382,13 +394,8 @@ class _Reader:
             if launch.step is not None:
                 self.launch = replace(self.launch, step=(*launch.step, *(self.launch.step or ())))
             return
-        for word in (*launch.script, *launch.exports, launch.container or ""):
-            if _UNKNOWN in word:
-                raise UserError(word.partition(_UNKNOWN)[2])
+        self._check_is_known(*launch.script, *launch.exports, launch.python, launch.container or "")
         self.launch, self.launch_line = launch, line
-        if not launch.starts_one_each or launch.step is not None:
-            names = " ".join(["srun"] * (launch.step is not None) + [launch.python] * (not launch.starts_one_each))
-            self._note(line, names, "hpc submit starts the ranks, one per GPU")
 
 
 def _is_print(words: Sequence[str]) -> bool:
