@@ -123,6 +123,7 @@ class SubmitTraining(TrainingFlags, SubmitOptions):
       hpc submit --nodes 2 --gpus-per-node 4
       hpc submit -N 2 --gpus-per-node a100:4 -t 12h --data /data/imagenet --model resnet50
       hpc submit -N 2 --gpus-per-node 4 -t 12h -- train.py --lr 0.1
+      hpc submit job.sbatch --dry-run
     """
 
     train: TrainConfig
@@ -132,7 +133,10 @@ class SubmitTraining(TrainingFlags, SubmitOptions):
 class _SubmitHelp(SubmitTraining):
     __doc__ = SubmitTraining.__doc__
 
-    # This field is only for the usage line: tyro never sees the words after `--`, because `split_script` takes them.
+    # These fields are only for the usage line: tyro never sees the words, because `split_script` and `replace_file` take
+    # them.
+    file: Annotated[str, Flag(metavar="[job.sbatch]", is_positional=True)] = ""
+    """A batch script that works with sbatch, in place of a command line. Flags after it win over those in it."""
     script: Annotated[tuple[str, ...], Flag(metavar="[-- script.py ARGS]", is_positional=True)] = ()
     """Your own torchrun script with its arguments, or -m and a module, instead of the image classifier."""
     own_script: _OwnScript = field(default_factory=_OwnScript)

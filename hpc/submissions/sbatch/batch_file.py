@@ -39,7 +39,7 @@ def read_batch_file(path: Path) -> str:
     if first.startswith("#!") and "python" in interpreter:
         raise UserError(f"{path} is a Python script: put -- before it: hpc submit -- {shlex.quote(str(path))}")
     if not first.startswith("#!"):
-        raise UserError(f"line 1 of {path} is not #!/bin/bash, so sbatch would refuse it: write this line first")
+        raise UserError(f"{path} does not begin with #!/bin/bash, so sbatch would refuse it: write this line first")
     if interpreter not in _INTERPRETERS:
         raise UserError(f"{path} is a script for {interpreter}: hpc submit reads Bash alone, so write it in Bash")
     done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, errors="replace", check=False)

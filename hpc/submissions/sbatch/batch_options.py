@@ -179,7 +179,9 @@ def _per_node(total: Option, nodes: str, count: int | None = None) -> int:
     """Return a node's share of an option's number for the whole job. Raises UserError if there is no equal share."""
     count = total.number if count is None else count
     if not nodes.isdigit() or count % int(nodes):
-        raise UserError(f"line {total.line}: {total} is not the same number on each of {nodes} nodes: write it per node")
+        raise UserError(
+            f"line {total.line}: {total} is not the same number on each of {nodes} nodes: write it per node"
+        )
     return count // int(nodes)
 
 

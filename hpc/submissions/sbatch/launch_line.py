@@ -120,7 +120,9 @@ def read_launch(words: Sequence[str], line: int) -> Launch | ShellText:
         raise UserError(f"hpc submit does not start programs with {name}: {_REFUSED[name]}")
     if name in _SHELLS or name.endswith(".sh"):
         raise UserError(f"{shlex.join(words[:2])} is a shell script: write its commands into this file")
-    raise UserError(f"{words[0] if words else 'srun'} is not a program that hpc submit starts: write python or torchrun")
+    raise UserError(
+        f"{words[0] if words else 'srun'} is not a program that hpc submit starts: write python or torchrun"
+    )
 
 
 def _shell_text(words: Sequence[str]) -> str | None:
@@ -139,7 +141,9 @@ def _python(program: str, words: Sequence[str], line: int) -> Launch:
     words = words[at:]
     if words[:1] == ["-m"] and words[1:2] and words[1] in _TORCHRUN_MODULES:
         if words[1].endswith("launch") and not {"--use-env", "--use_env"} & set(words):
-            raise UserError("torch.distributed.launch passes --local-rank, and torchrun sets LOCAL_RANK: write torchrun")
+            raise UserError(
+                "torch.distributed.launch passes --local-rank, and torchrun sets LOCAL_RANK: write torchrun"
+            )
         return _torchrun(program, words[2:], line)
     if words[:1] == ["-m"] and words[1:2] == ["accelerate.commands.launch"]:
         return _accelerate(program, ["launch", *words[2:]], line)
@@ -181,7 +185,9 @@ def _accelerate(program: str, words: Sequence[str], line: int) -> Launch:
         raise UserError(f"--{name}: {_ACCELERATE_REFUSED.get(name, 'set it in the script (Accelerator)')}")
     if options.get("dynamo-backend", "no").lower() != "no":
         raise UserError("--dynamo-backend: call torch.compile in the script")
-    exports = [f"export {name}={shlex.quote(options[key])}" for key, name in _ACCELERATE_EXPORTS.items() if key in options]
+    exports = [
+        f"export {name}={shlex.quote(options[key])}" for key, name in _ACCELERATE_EXPORTS.items() if key in options
+    ]
     return Launch(
         script=script, python=program, starts_one_each=False, processes=None,
         total=_count(options.get("num-processes")), exports=tuple(exports),
@@ -192,7 +198,9 @@ def _srun(_: str, words: Sequence[str], line: int) -> Launch | ShellText:
     options, rest = read_options(words, line, _SRUN_LETTERS, _SRUN_NO_VALUE)
     for option in options:
         if option.name.startswith("container"):
-            raise UserError(f"srun {option}: --container takes an Apptainer image: write apptainer exec IMAGE.sif python")
+            raise UserError(
+                f"srun {option}: --container takes an Apptainer image: write apptainer exec IMAGE.sif python"
+            )
         if option.name in _SRUN_REFUSED:
             raise UserError(f"srun {option}: {_SRUN_REFUSED[option.name]}")
         if option.name == "export" and option.value != "ALL":

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from hpc.submissions.sbatch.translation import SetupLine
 
-# Lines that may change which Python the PATH finds.
-_CHOOSES = re.compile(r"\s*(module|ml|source|\.|conda|mamba|micromamba|eval|cd|(export\s+)?(PATH|VIRTUAL_ENV|CONDA_\w+)=)\b")
+# Lines that may change which Python the PATH finds; and plain assignments, which such lines may use.
+_CHOOSES = re.compile(r"(module|ml|source|\.|conda|mamba|micromamba|eval|cd)\s|(export\s+)?PATH=")
+_ASSIGNS = re.compile(r"(export\s+)?\w+=[^$`]*|(export\s+)?\w+=[\w./${}:-]*")
 _SECONDS = 60.0
 _MARK = "torchrelay:"
 # Each line is an argument. Its output is hidden, but for its last error; the last argument is the program.
@@ -29,10 +30,10 @@ def find_python(setup: Sequence[SetupLine], program: str, directory: Path) -> tu
 
     Runs the lines that may choose one, in Bash, as the job would.
     """
-    chosen = [line for line in setup if _CHOOSES.match(line.text)]
+    chosen = [line for line in setup if _CHOOSES.match(line.text) or _ASSIGNS.fullmatch(line.text)]
     if "/" in program:
         return _interpreter(directory / Path(program).expanduser()), []
-    if not chosen:
+    if not any(_CHOOSES.match(line.text) for line in chosen):
         return None, []
     done = subprocess.run(
         ["bash", "-c", _PROGRAM, "bash", *(line.text for line in chosen), program],

@@ -148,7 +148,9 @@ def expand(
         elif character == '"':
             is_quoted = not is_quoted
         elif not is_quoted and (character in "*?" or _BRACES.match(word, at)):
-            fields[-1] += unknown(f"{word} is a pattern, which hpc submit does not expand: quote it, or write the names")
+            fields[-1] += unknown(
+                f"{word} is a pattern, which hpc submit does not expand: quote it, or write the names"
+            )
         elif character == "~" and at == 0 and word[1:2] in {"", "/"}:
             fields[-1] += str(Path.home())
         else:

@@ -13,7 +13,14 @@ from pathlib import Path
 
 from hpc.base.errors import UserError
 from hpc.submissions.sbatch.batch_file import directives, is_login_shell
-from hpc.submissions.sbatch.batch_options import LAYOUT_VARIABLES, Layout, flags_of, layout_of, read_directive, without_typed
+from hpc.submissions.sbatch.batch_options import (
+    LAYOUT_VARIABLES,
+    Layout,
+    flags_of,
+    layout_of,
+    read_directive,
+    without_typed,
+)
 from hpc.submissions.sbatch.launch_line import Launch, ShellText, is_launcher, read_launch, without_srun
 from hpc.submissions.sbatch.shell_lines import Command, Statement, expand, statements
 
@@ -131,7 +138,9 @@ def translate(
     launch, setup = reader.launch, reader.used_setup()
     launchers = ["srun"] * (launch.step is not None) + [launch.python] * (not launch.starts_one_each)
     if launchers:
-        reader.notes.append(f"line {reader.launch_line}: {' '.join(launchers)}: hpc submit starts the ranks, one per GPU")
+        reader.notes.append(
+            f"line {reader.launch_line}: {' '.join(launchers)}: hpc submit starts the ranks, one per GPU"
+        )
     step = {option.name: option for option in launch.step or ()}
     layout = layout_of({**options, **{name: option for name, option in step.items()}}, batch.nodes)
     flags = {**_resources(layout, launch, reader.launch_line, typed, notes), **flags}
@@ -172,10 +181,13 @@ def _resources(
         )
     flags = {"nodes": [nodes], "gpus-per-node": [f"{layout.gpu_type}:{gpus}" if layout.gpu_type else str(gpus)]}
     if layout.cpus_per_task is not None:
-        cpus, ranks = layout.cpus_per_task * tasks, gpus or 1
+        cpus, typed_gpus = layout.cpus_per_task * tasks, str(typed.get("gpus-per-node", gpus)).rpartition(":")[2]
+        ranks = int(typed_gpus) or 1 if typed_gpus.isdigit() else 1
         flags["cpus-per-gpu"] = [str(max(1, cpus // ranks))]
         if cpus % ranks:
-            notes.append(f"{cpus} CPUs per node are not the same number for each of {ranks} ranks: {cpus // ranks} each")
+            notes.append(
+                f"{cpus} CPUs per node are not the same number for each of {ranks} ranks: {cpus // ranks} each"
+            )
     return flags
 
 
@@ -230,7 +242,9 @@ class _Reader:
         elif operators <= {"|", "|&"} and names[0] in _PRINTS and set(names[1:]) <= _FILTERS | _PRINTS:
             self._note(line, statement.text, "only prints")
         else:
-            raise UserError(f"{_short(statement.text)}: hpc submit does not understand {' '.join(sorted(operators))} here: delete it")
+            raise UserError(
+                f"{_short(statement.text)}: hpc submit does not understand {' '.join(sorted(operators))} here: delete it"
+            )
 
     def _command(self, command: Command, line: int, text: str) -> None:
         """Read a simple command. `text` is the command as --setup would have it."""
@@ -247,7 +261,9 @@ class _Reader:
         fields = [field for word in words for field in self._fields(word)]
         program = without_srun(fields, line) if fields else []
         if not fields or name.startswith("(") or name.endswith("()"):
-            raise UserError(f"{_short(text)}: hpc submit understands no functions and subshells: write the commands alone")
+            raise UserError(
+                f"{_short(text)}: hpc submit understands no functions and subshells: write the commands alone"
+            )
         if _is_print(program):
             self._print(command, line, text)
         elif self.launch is not None and name in _AFTER_PROGRAM:
@@ -261,7 +277,9 @@ class _Reader:
             if command.redirects:
                 self._note(line, " ".join(command.redirects), "hpc logs prints the output")
         elif self.launch is not None:
-            raise UserError(f"{_short(text)} comes after the program of line {self.launch_line}: delete it, or do it by hand")
+            raise UserError(
+                f"{_short(text)} comes after the program of line {self.launch_line}: delete it, or do it by hand"
+            )
         elif name == "cd":
             self._change_directory(fields[1:], line)
         elif name == "mkdir":
@@ -352,7 +370,9 @@ class _Reader:
         self.notes.append(f"line {line}: {_short(text)}: {reason}")
 
     def _print(self, command: Command, line: int, text: str) -> None:
-        writes = [target for target in command.redirects if not re.match(r"\d*>&|.*/dev/(null|stderr|stdout)$|\d*<", target)]
+        writes = [
+            target for target in command.redirects if not re.match(r"\d*>&|.*/dev/(null|stderr|stdout)$|\d*<", target)
+        ]
         if writes and self.launch is None and command.words[0] != "srun":
             self._add_setup(line, text)
         elif writes:
@@ -367,7 +387,11 @@ class _Reader:
         if not directory.is_dir():
             raise UserError(f"cd {target}: there is no such directory here: write one that this machine has, too")
         if directory != self.directory and any(map(_RELATIVE.search, (line.text for line in self.setup))):
-            before = [] if self.directory != self._start else [SetupLine(line=line, text=f"cd {shlex.quote(str(self.directory))}")]
+            before = (
+                []
+                if self.directory != self._start
+                else [SetupLine(line=line, text=f"cd {shlex.quote(str(self.directory))}")]
+            )
             self.setup = [*before, *self.setup, SetupLine(line=line, text=f"cd {shlex.quote(str(directory))}")]
         self.directory = directory
 
@@ -382,7 +406,9 @@ class _Reader:
 
     def _launch(self, fields: Sequence[str], line: int, text: str) -> None:
         if self.launch is not None:
-            raise UserError(f"{_short(text)} is a second program after line {self.launch_line}: submit each as a run of its own")
+            raise UserError(
+                f"{_short(text)} is a second program after line {self.launch_line}: submit each as a run of its own"
+            )
         launch = read_launch(fields, line)
         if isinstance(launch, ShellText):
             self._check_is_known(launch.text)

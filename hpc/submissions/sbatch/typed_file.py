@@ -48,11 +48,11 @@ def replace_file(arguments: list[str], script: tuple[str, ...]) -> tuple[list[st
             f"program in {name}; or leave out {name}"
         )
     path, here = Path(name), Path.cwd()
+    text = read_batch_file(path)
     try:
-        translation = translate(read_batch_file(path), here, os.environ, typed)
+        translation = translate(text, here, os.environ, typed)
     except UserError as error:
-        text = str(error)
-        raise UserError(f"{name}, {text}" if text.startswith("line ") else text) from error
+        raise UserError(f"{name}: {error}") from error
     rest = [word for at, word in enumerate(arguments) if at != arguments.index(name)]
     own = _further_flags(translation, typed, here)
     _show(translation, [*translation.words, *own, *rest], here, as_json="--json" in rest)
@@ -87,7 +87,8 @@ def _further_flags(translation: Translation, typed: dict[str, Any], here: Path) 
 
 
 def _show(translation: Translation, words: Sequence[str], here: Path, *, as_json: bool) -> None:
-    line = shlex.join(["hpc", "submit", *words, "--", *translation.script])
+    shown = [word for word in words if word != "--dry-run"]
+    line = shlex.join(["hpc", "submit", *shown, "--", *translation.script])
     if translation.directory != here:
         line = f"cd {shlex.quote(str(translation.directory))} && {line}"
     print(visible(line), file=sys.stderr if as_json else sys.stdout, flush=True)
