@@ -12,8 +12,8 @@ from hpc.base.errors import UserError
 from hpc.base.flags import REPEATABLE, Flag
 from hpc.commands import cli
 from hpc.run.spec import Network, Notification, Recovery, Resources, Service
-from hpc.submissions.sbatch import sbatch_advice, sbatch_variables
 from hpc.submissions.cluster_choice import SLURM_FLAGS, ClusterFlag
+from hpc.submissions.sbatch import sbatch_advice, sbatch_variables
 from training.config import command_line
 from training.config.command_line import RecipeName
 from training.config.device_choice import DeviceChoice

@@ -3,7 +3,8 @@
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 from hpc.base.errors import UserError
 from hpc.base.text import did_you_mean
@@ -23,14 +24,14 @@ _LEFT_OUT = {
     "no-kill": "set for several nodes", "get-user-env": "a run has this shell's environment",
     "quiet": "no effect on the job", "verbose": "no effect on the job", "parsable": "no effect on the job",
 }  # fmt: skip
-# What the number of ranks and their share of a node follow from.
-_COUNTS = {
+COUNTS = {
     "nodes", "ntasks", "ntasks-per-node", "ntasks-per-gpu", "cpus-per-task", "gpus", "gpus-per-node", "gpus-per-task",
     "gres",
 }  # fmt: skip
+"""The options from which the number of ranks and their share of a node follow."""
 _SAME = {"account", "constraint", "cpus-per-gpu", "exclude", "mem", "partition", "qos", "time", "time-min"}
 _SYNONYMS = {"tasks-per-node": "ntasks-per-node"}
-_KNOWN = sorted({*_NO_VALUE, *WITH_VALUE, *MANAGED_SBATCH, *_LEFT_OUT, *_COUNTS, *_SYNONYMS, "input"})
+_KNOWN = sorted({*_NO_VALUE, *WITH_VALUE, *MANAGED_SBATCH, *_LEFT_OUT, *COUNTS, *_SYNONYMS, "input"})
 _SIGNAL = re.compile(r"(?P<to>[A-Z]+:)?(?:SIG)?(?P<name>[A-Z]+\d?)(?:@(?P<seconds>\d+))?")
 _MEMORY_OPTIONS = {"mem", "mem-per-cpu", "mem-per-gpu"}  # sbatch accepts only one of these
 
@@ -128,17 +129,17 @@ class Layout:
     """GPUs per node; None if no option asks for GPUs."""
     gpu_type: str = ""
     cpus_per_task: int | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Slurm's variables for this layout."""
 
-    @property
-    def variables(self) -> dict[str, str]:
-        """The variables that Slurm would set for this layout, whose values differ in our job or are needed before it."""
-        counts = {"SLURM_NTASKS_PER_NODE": self.tasks, "SLURM_CPUS_PER_TASK": self.cpus_per_task,
-                  "SLURM_GPUS_ON_NODE": self.gpus, "SLURM_GPUS_PER_NODE": self.gpus}  # fmt: skip
-        if self.nodes.isdigit():
-            total = int(self.nodes) * self.tasks
-            counts |= {"SLURM_NNODES": int(self.nodes), "SLURM_JOB_NUM_NODES": int(self.nodes),
-                       "SLURM_NTASKS": total, "SLURM_NPROCS": total}  # fmt: skip
-        return {name: str(count) for name, count in counts.items() if count is not None}
+    def cpus(self, *, one_each: bool) -> int | None:
+        """Return the CPUs per node; None if no option asks for them.
+
+        `one_each` tells whether each task is a process of the training. Else several tasks only ask for CPUs.
+        """
+        if self.cpus_per_task is None and (one_each or self.tasks == 1):
+            return None
+        return self.tasks * (self.cpus_per_task or 1)
 
 
 def layout_of(options: Mapping[str, Option], typed_nodes: str | None = None) -> Layout:
@@ -162,7 +163,7 @@ def layout_of(options: Mapping[str, Option], typed_nodes: str | None = None) -> 
     if ntasks and per_node and nodes_option and nodes.isdigit() and ntasks.number != int(nodes) * tasks:
         raise UserError(f"line {ntasks.line}: {ntasks}, but line {per_node.line} has {per_node}: leave one out")
     counts = list(_gpu_counts(options, nodes, tasks))
-    for (first, _, one), (count, _, other) in zip(counts, counts[1:], strict=False):
+    for (first, _, one), (count, _, other) in pairwise(counts):
         if first != count:
             raise UserError(
                 f"line {one.line}: {one} is {first} GPUs per node, but line {other.line} has {other}: leave one out"
@@ -170,9 +171,24 @@ def layout_of(options: Mapping[str, Option], typed_nodes: str | None = None) -> 
     gpus = counts[0][0] if counts else None
     if (per_gpu := options.get("ntasks-per-gpu")) and gpus and not per_node and not ntasks:
         tasks = per_gpu.number * gpus
-    kind = next((kind for _, kind, _ in counts if kind), "")
-    cpus = options.get("cpus-per-task")
-    return Layout(nodes=nodes, tasks=tasks, gpus=gpus, gpu_type=kind, cpus_per_task=cpus.number if cpus else None)
+    cpus = options["cpus-per-task"].number if "cpus-per-task" in options else None
+    return Layout(
+        nodes=nodes, tasks=tasks, gpus=gpus, gpu_type=next((kind for _, kind, _ in counts if kind), ""),
+        cpus_per_task=cpus, variables=_variables(options, nodes, tasks, gpus),
+    )  # fmt: skip
+
+
+def _variables(options: Mapping[str, Option], nodes: str, tasks: int, gpus: int | None) -> dict[str, str]:
+    """Return the variables that Slurm sets. Most are set only if an option asks for what they say."""
+    number = int(nodes) if nodes.isdigit() else None
+    total = number * tasks if number and options.keys() & {"ntasks", "ntasks-per-node"} else None
+    values = {
+        "SLURM_NNODES": number, "SLURM_JOB_NUM_NODES": number, "SLURM_NTASKS": total, "SLURM_NPROCS": total,
+        "SLURM_NTASKS_PER_NODE": tasks if "ntasks-per-node" in options else None,
+        "SLURM_CPUS_PER_TASK": options["cpus-per-task"].number if "cpus-per-task" in options else None,
+        "SLURM_GPUS_ON_NODE": gpus, "SLURM_GPUS_PER_NODE": gpus if "gpus-per-node" in options else None,
+    }  # fmt: skip
+    return {name: str(value) for name, value in values.items() if value is not None}
 
 
 def _per_node(total: Option, nodes: str, count: int | None = None) -> int:
@@ -192,7 +208,8 @@ def _gpu_counts(options: Mapping[str, Option], nodes: str, tasks: int) -> Iterat
             count, kind = gpus
             if name == "gpus":
                 count = _per_node(option, nodes, count)
-            yield count * (tasks if name == "gpus-per-task" else 1), kind, option
+            if count:
+                yield count * (tasks if name == "gpus-per-task" else 1), kind, option
 
 
 def _gpus(option: Option) -> tuple[int, str] | None:
@@ -217,7 +234,7 @@ def _memory(option: Option) -> str:
 
 def _time(option: Option) -> str:
     """Return a time limit in a form in which nobody can take minutes for hours."""
-    is_clear = "-" in option.value or option.value.count(":") == 2  # noqa: PLR2004
+    is_clear = "-" in option.value or option.value.count(":") == 2
     minutes = walltime_minutes(option.value, f"line {option.line}: --{option.name}")
     return option.value if is_clear else format_minutes(minutes)
 
@@ -233,7 +250,7 @@ def flags_of(options: Mapping[str, Option], notes: list[str]) -> dict[str, list[
     """
     flags = dict[str, list[str]]()
     for name, option in options.items():
-        if name in _COUNTS:
+        if name in COUNTS:
             others = [item for item in option.value.split(",") if not re.match(r"(gres/)?gpu\b", item)]
             if name == "gres" and others:
                 flags.setdefault("sbatch", []).append(f"gres={','.join(others)}")

@@ -47,14 +47,13 @@ _PLACEMENT = {
     "rdzv-backend", "rdzv-conf", "max-restarts", "monitor-interval", "tee", "role", "log-dir", "dynamo-backend", "gpu-ids",
     "quiet", "q", "debug", "module", "m",
 }  # fmt: skip
+_OTHER_IMAGES = "--container takes an Apptainer image: write apptainer exec IMAGE.sif python script.py"
 _REFUSED = {
-    "mpirun": "torchrun starts the ranks", "mpiexec": "torchrun starts the ranks", "ibrun": "torchrun starts the ranks",
-    "deepspeed": "a script that reads LOCAL_RANK starts with torchrun, too: write torchrun --nproc-per-node N script.py",
-    "horovodrun": "torchrun starts the ranks", "ray": "Ray starts processes of its own", "uv": "write ENV/bin/python",
-    "conda": "write conda activate ENV before it", "poetry": "write ENV/bin/python", "pixi": "write ENV/bin/python",
-    "shifter": "--container takes Apptainer images alone", "podman-hpc": "--container takes Apptainer images alone",
-    "enroot": "--container takes Apptainer images alone", "docker": "--container takes Apptainer images alone",
-    "numactl": "a run binds no rank to cores", "nsys": "submit the script without the profiler",
+    **dict.fromkeys(("mpirun", "mpiexec", "ibrun", "horovodrun"), "write srun python script.py, without MPI"),
+    **dict.fromkeys(("shifter", "podman-hpc", "enroot", "docker"), _OTHER_IMAGES),
+    **dict.fromkeys(("uv", "poetry", "pixi"), "write ENV/bin/python script.py"),
+    "deepspeed": "write torchrun --nproc-per-node N script.py, which sets LOCAL_RANK, too", "conda": "write conda activate",
+    "ray": "it starts processes of its own", "numactl": "leave it out", "nsys": "leave it out",
 }  # fmt: skip
 _TORCHRUN_MODULES = {"torch.distributed.run", "torch.distributed.launch"}
 
@@ -73,6 +72,8 @@ class Launch:
     """The processes that each task starts; None for one per GPU."""
     total: int | None = None
     """The processes of the whole job, if the command says it."""
+    nodes: int | None = None
+    """The number of nodes that the launcher expects, if the command says it."""
     step: tuple[Option, ...] | None = None
     """The options of srun; None without srun."""
     exports: tuple[str, ...] = ()
@@ -95,11 +96,14 @@ def without_srun(words: Sequence[str], line: int) -> Sequence[str]:
     return read_options(words[1:], line, _SRUN_LETTERS, _SRUN_NO_VALUE)[1] if words[:1] == ["srun"] else words
 
 
-def is_launcher(word: str) -> bool:
-    """Return whether a command of this name may start a training."""
-    name = PurePath(word).name
-    known = {"srun", "torchrun", "accelerate", "apptainer", "singularity", "env", "time", "exec", *_SHELLS, *_REFUSED}
-    return name in known or bool(_PYTHON.fullmatch(name)) or name.endswith(".sh")
+def is_launcher(words: Sequence[str]) -> bool:
+    """Return whether a command may start a training."""
+    name = PurePath(words[0]).name
+    if name == "conda":
+        return words[1:2] == ["run"]
+    if name == "env":
+        return any(is_launcher([word]) for word in words[1:] if word != "env")
+    return name in {*_READERS, *_SHELLS, *_REFUSED} or bool(_PYTHON.fullmatch(name)) or name.endswith(".sh")
 
 
 def read_launch(words: Sequence[str], line: int) -> Launch | ShellText:
@@ -173,8 +177,9 @@ def _torchrun(program: str, words: Sequence[str], line: int) -> Launch:
     if wrong := options.keys() & {"no-python", "run-path"}:
         raise UserError(f"--{min(wrong)}: a run starts a Python script or a module: leave it out")
     return Launch(
-        script=script, python=program, starts_one_each=False, processes=_count(options.get("nproc-per-node", "1"))
-    )
+        script=script, python=program, starts_one_each=False, processes=_count(options.get("nproc-per-node", "1")),
+        nodes=_count(options.get("nnodes")),
+    )  # fmt: skip
 
 
 def _accelerate(program: str, words: Sequence[str], line: int) -> Launch:
@@ -190,7 +195,7 @@ def _accelerate(program: str, words: Sequence[str], line: int) -> Launch:
     ]
     return Launch(
         script=script, python=program, starts_one_each=False, processes=None,
-        total=_count(options.get("num-processes")), exports=tuple(exports),
+        total=_count(options.get("num-processes")), nodes=_count(options.get("num-machines")), exports=tuple(exports),
     )  # fmt: skip
 
 
@@ -228,12 +233,12 @@ def _apptainer(program: str, words: Sequence[str], line: int) -> Launch:
 
 
 def _env(_: str, words: Sequence[str], line: int) -> Launch | ShellText:
-    settings = [word for word in words if re.match(r"\w+=", word)]
-    settings = settings[: next((at for at, word in enumerate(words) if not re.match(r"\w+=", word)), len(words))]
-    launch = read_launch(words[len(settings) :], line)
+    count = next((at for at, word in enumerate(words) if not re.match(r"\w+=", word)), len(words))
+    launch = read_launch(words[count:], line)
     if isinstance(launch, ShellText):
         raise UserError("env with a shell is not understood: write export lines")
-    lines = (f"export {name}={shlex.quote(value)}" for name, _, value in (word.partition("=") for word in settings))
+    settings = (word.partition("=") for word in words[:count])
+    lines = (f"export {name}={shlex.quote(value)}" for name, _, value in settings)
     return replace(launch, exports=(*lines, *launch.exports))
 
 

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpc.submissions.sbatch.translation import SetupLine
+from hpc.submissions.sbatch.statement_reader import SetupLine
 
 # Lines that may change which Python the PATH finds; and plain assignments, which such lines may use.
 _CHOOSES = re.compile(r"(module|ml|source|\.|conda|mamba|micromamba|eval|cd)\s|(export\s+)?PATH=")

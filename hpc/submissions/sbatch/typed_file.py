@@ -55,8 +55,8 @@ def replace_file(arguments: list[str], script: tuple[str, ...]) -> tuple[list[st
         raise UserError(f"{name}: {error}") from error
     rest = [word for at, word in enumerate(arguments) if at != arguments.index(name)]
     own = _further_flags(translation, typed, here)
-    _show(translation, [*translation.words, *own, *rest], here, as_json="--json" in rest)
     os.chdir(translation.directory)
+    _show(translation, [*translation.words, *own, *rest], here, as_json="--json" in rest)
     return [*translation.words, *own, *rest], translation.script
 
 
@@ -88,7 +88,7 @@ def _further_flags(translation: Translation, typed: dict[str, Any], here: Path) 
 
 def _show(translation: Translation, words: Sequence[str], here: Path, *, as_json: bool) -> None:
     shown = [word for word in words if word != "--dry-run"]
-    line = shlex.join(["hpc", "submit", *shown, "--", *translation.script])
+    line = f"{cli.own_command()} submit {shlex.join([*shown, '--', *translation.script])}"
     if translation.directory != here:
         line = f"cd {shlex.quote(str(translation.directory))} && {line}"
     print(visible(line), file=sys.stderr if as_json else sys.stdout, flush=True)

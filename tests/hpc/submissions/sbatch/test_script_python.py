@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hpc.submissions.sbatch.script_python import find_python
-from hpc.submissions.sbatch.translation import SetupLine
+from hpc.submissions.sbatch.statement_reader import SetupLine
 
 
 def lines(*texts: str) -> list[SetupLine]:

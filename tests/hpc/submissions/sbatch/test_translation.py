@@ -90,10 +90,11 @@ ONE_GPU = "#SBATCH --gpus-per-node=1"
         (["#SBATCH --gres=gpu:4", "torchrun --nproc-per-node 2 train.py"], "line 3: the program starts 2 processes"),
         (["#SBATCH -N2 --gres=gpu:1", "python train.py"], "line 3: without srun, the program starts on one of 2 nodes"),
         (["#SBATCH --gres=gpu:4 --ntasks-per-node=4", "srun torchrun --nproc-per-node 4 t.py"], "line 3: srun starts 4 launchers"),
+        (["#SBATCH -N2 --gres=gpu:1", "srun torchrun --nnodes=4 t.py"], "line 3: torchrun expects 4 nodes, and the job has 2"),
         # Lines that are more than a list of commands.
         ([ONE_GPU, "for seed in 1 2; do", "python train.py", "done"], "line 3: `for seed in 1 2` is a loop"),
         ([ONE_GPU, "if [ -d x ]; then python train.py; fi"], "line 3: `if [ -d x ]` is a condition"),
-        ([ONE_GPU, "train() { python train.py; }", "train"], "line 3: `train() { python train.py`: hpc submit understands no"),
+        ([ONE_GPU, "train() { python train.py; }", "train"], "line 3: `train() { python train.py` is a function or a subshell"),
         ([ONE_GPU, "cat > a.yaml <<END", "it's: 1", "END", "python train.py"], "line 3: a here-document"),
         ([ONE_GPU, "srun python train.py &", "wait"], "line 3: `srun python train.py` runs in the background"),
         ([ONE_GPU, "cat list | python train.py"], "line 3: `cat list | python train.py`: hpc submit does not understand |"),
@@ -142,7 +143,7 @@ def test_what_is_not_understood_is_refused_with_its_line(here: Path, lines: list
         (["A=1", "B=${A}2", "python train.py --a $A --b=$B '$A' \"x $B\""], ["--a", "1", "--b=12", "$A", "x 12"]),
         (['ARGS="--a 1 --b \'2 3\'"', "python train.py $ARGS"], ["--a", "1", "--b", "'2", "3'"]),
         (["python train.py \\", "  --a=1 \\", "  --b"], ["--a=1", "--b"]),
-        (["python train.py --in $SCRATCH/a --x ${NO:-7} \"$@\""], ["--in", "{here}/a", "--x", "7"]),
+        (['python train.py --in $SCRATCH/a --x ${NO:-7} "$@"'], ["--in", "{here}/a", "--x", "7"]),
         (["python train.py a#b # c"], ["a#b"]),
         (["N=$((2 * 3 + 1))", "python train.py $N"], ["7"]),
     ],
@@ -174,7 +175,26 @@ def test_lines_after_a_change_of_the_directory_run_there(here: Path) -> None:
 def test_options_after_the_first_command_are_ignored_as_slurm_does(here: Path) -> None:
     found = translated(job(ONE_GPU, "date", "#SBATCH --mem=4G", "python train.py"), here)
     assert "mem" not in found.flags
-    assert any("line 4: Slurm ignores #SBATCH --mem=4G after the first command" in note for note in found.notes)
+    assert any("line 4: #SBATCH --mem=4G: Slurm ignores it after the first command" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("options", "command", "cpus"),
+    [
+        (
+            "--ntasks-per-node=16 --gres=gpu:4",
+            "torchrun --nproc-per-node 4 t.py",
+            ["4"],
+        ),  # tasks that only ask for CPUs
+        ("--ntasks-per-node=4 --gres=gpu:4", "srun python t.py", None),
+        ("--ntasks-per-node=4 --gres=gpu:4 -c 3", "srun python t.py", ["3"]),
+        ("-N2 --ntasks-per-node=8 --gres=gpu:4 -c 2", "srun -n 2 -c 16 torchrun --nproc-per-node 4 t.py", ["4"]),
+    ],
+)
+def test_ranks_share_the_cpus_that_the_batch_script_asks_for(
+    here: Path, options: str, command: str, cpus: list[str] | None
+) -> None:
+    assert translated(job(f"#SBATCH {options}", command), here).flags.get("cpus-per-gpu") == cpus
 
 
 def test_typed_flags_win_over_those_of_the_file(here: Path) -> None:

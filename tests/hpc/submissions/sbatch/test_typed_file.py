@@ -10,6 +10,8 @@ from support.cluster import hpc
 
 # Without a Slurm, a dry run prints the command that starts the agents on this machine.
 LOCAL = ("--cluster", "local", "--dry-run")
+# The command as typed here, where no PATH finds it.
+HPC = str(Path(sys.executable).with_name("hpc"))
 JOB = """#!/bin/bash
 #SBATCH --ntasks-per-node=2 --cpus-per-task=1
 #SBATCH --job-name=flowers
@@ -37,7 +39,7 @@ def test_line_is_printed_first_and_what_is_left_out_with_the_reason(here: Path) 
     assert done.returncode == 0, done.stderr
     line, *rest = done.stdout.splitlines()
     assert line == (
-        "hpc submit --nodes 1 --cpus-per-gpu 2 --name flowers --cluster local --gpus-per-node 1 -- train.py --lr 0.1"
+        f"{HPC} submit --nodes 1 --cpus-per-gpu 2 --name flowers --cluster local --gpus-per-node 1 -- train.py --lr 0.1"
     )
     assert "jobs.agent" in "".join(rest), "the command that would start the run"
     assert "hpc submit: left out line 4: `echo start`: changes nothing for the ranks\n" in done.stderr
@@ -57,7 +59,7 @@ def test_printed_line_does_the_same(here: Path) -> None:
 def test_json_stays_one_document(here: Path) -> None:
     done = hpc("submit", "--json", "job.sbatch", *LOCAL, cwd=here)
     assert json.loads(done.stdout)["run"] == "flowers"
-    assert done.stderr.startswith("hpc submit --nodes 1 ")
+    assert done.stderr.startswith(f"{HPC} submit --nodes 1 ")
 
 
 def test_run_starts_in_the_directory_of_the_batch_script_and_its_directory_stays_here(here: Path) -> None:
@@ -67,7 +69,7 @@ def test_run_starts_in_the_directory_of_the_batch_script_and_its_directory_stays
     done = hpc("submit", "job.sbatch", *LOCAL, "--json", cwd=here)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["run_dir"] == str(here / "runs" / "flowers")
-    assert done.stderr.startswith(f"cd {here}/project && hpc submit ")
+    assert done.stderr.startswith(f"cd {here}/project && {HPC} submit ")
     assert f"starts in {here}/runs/flowers/code" in done.stderr
 
 
