@@ -133,8 +133,7 @@ class SubmitTraining(TrainingFlags, SubmitOptions):
 class _SubmitHelp(SubmitTraining):
     __doc__ = SubmitTraining.__doc__
 
-    # These fields are only for the usage line: tyro never sees the words, because `split_script` and `replace_file` take
-    # them.
+    # These fields are only for the usage line: tyro never sees their words; `replace_file` and `split_script` take them.
     file: Annotated[str, Flag(metavar="[job.sbatch]", is_positional=True)] = ""
     """A batch script that works with sbatch, in place of a command line. Flags after it win over those in it."""
     script: Annotated[tuple[str, ...], Flag(metavar="[-- script.py ARGS]", is_positional=True)] = ()

@@ -16,8 +16,8 @@ from pathlib import Path
 slurm = "SLURM_PROCID" in os.environ and sys.argv[1] == "srun"
 rank, ranks, local = (os.environ[name] for name in (
     ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID") if slurm else ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
-said = {"rank": int(rank), "ranks": int(ranks), "local": int(local), "arguments": sys.argv[1:], "text": Path("text").read_text(),
-        "environment": {name: os.environ.get(name) for name in ("FLAVOUR", "PLAIN", "THREADS", "PREFIXED", "ACTIVE")}}
+said = {"rank": int(rank), "ranks": int(ranks), "local": int(local), "arguments": sys.argv[1:],
+        "text": Path("text").read_text(), "environment": {name: os.environ.get(name) for name in ("FLAVOUR", "PLAIN", "THREADS", "PREFIXED", "ACTIVE")}}
 Path(sys.argv[2], rank).write_text(json.dumps(said))
 """
 SRUN = """#!/bin/bash

@@ -1,4 +1,4 @@
-"""Reads a batch script that a user would give to sbatch, and checks that sbatch would take it. Runs on the login node."""
+"""Reads a batch script, and checks that sbatch would take it. Runs on the login node."""
 
 import re
 import shlex
@@ -9,13 +9,14 @@ from hpc.base.errors import UserError
 from hpc.base.text import did_you_mean
 
 _INTERPRETERS = {"bash", "sh"}
+_SUFFIXES = {".sbatch", ".slurm", ".sh", ".job"}
 _DIRECTIVE = re.compile(r"#SBATCH(\s.*)?")
 
 
 def read_batch_file(path: Path) -> str:
     """Return the text of a batch script. Raises UserError if sbatch or Bash would refuse it, or if it is in Python."""
     if not path.exists():
-        scripts = [file.name for file in path.parent.glob("*") if file.suffix in {".sbatch", ".slurm", ".sh", ".job"}]
+        scripts = [file.name for file in path.parent.glob("*") if file.suffix in _SUFFIXES]
         hint = did_you_mean(path.name, scripts, "give the path of one, or -- script.py ARGS for a script alone")
         raise UserError(f"there is no batch script {path}: {hint}")
     if path.is_dir():
@@ -29,15 +30,19 @@ def read_batch_file(path: Path) -> str:
         text = "\0"
     if "\0" in text:
         raise UserError(f"{path} is not a text file: give a batch script, or -- script.py ARGS for a Python script")
-    if "\r\n" in text:
-        raise UserError(
-            f"{path} has DOS line breaks (CRLF), which sbatch refuses: type sed -i 's/\\r$//' {shlex.quote(str(path))}"
-        )
-    first = text.partition("\n")[0]
+    _check_is_bash(path, text)
+    return text
+
+
+def _check_is_bash(path: Path, text: str) -> None:
+    """Raise UserError if a text is not a batch script in Bash."""
+    quoted, first = shlex.quote(str(path)), text.partition("\n")[0].rstrip("\r")
     words = [Path(word).name for word in first.removeprefix("#!").split()]
     interpreter = next((word for word in words if word != "env" and not word.startswith("-")), "")
     if first.startswith("#!") and "python" in interpreter:
-        raise UserError(f"{path} is a Python script: put -- before it: hpc submit -- {shlex.quote(str(path))}")
+        raise UserError(f"{path} is a Python script: put -- before it: hpc submit -- {quoted}")
+    if "\r\n" in text:
+        raise UserError(f"{path} has DOS line breaks (CRLF), which sbatch refuses: type sed -i 's/\\r$//' {quoted}")
     if not first.startswith("#!"):
         raise UserError(f"{path} does not begin with #!/bin/bash, so sbatch would refuse it: write this line first")
     if interpreter not in _INTERPRETERS:
@@ -45,8 +50,7 @@ def read_batch_file(path: Path) -> str:
     done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode != 0:
         problem = done.stderr.partition("\n")[0].removeprefix("bash: ")
-        raise UserError(f"{path} is not valid Bash ({problem}): type bash -n {shlex.quote(str(path))}")
-    return text
+        raise UserError(f"{path} is not valid Bash ({problem}): type bash -n {quoted}")
 
 
 def is_login_shell(text: str) -> bool:

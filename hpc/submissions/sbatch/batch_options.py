@@ -1,4 +1,4 @@
-"""Reads the options of sbatch and srun in a batch script, and turns them into our flags. Pure; runs on the login node."""
+"""Turns the options of sbatch and srun in a batch script into our flags. Pure; runs on the login node."""
 
 import re
 import shlex
@@ -255,7 +255,7 @@ def flags_of(options: Mapping[str, Option], notes: list[str]) -> dict[str, list[
             if name == "gres" and others:
                 flags.setdefault("sbatch", []).append(f"gres={','.join(others)}")
         elif name in _SAME:
-            flags[name] = [_CONVERTED.get(name, lambda same: same.value)(option)]
+            flags[name] = [_CONVERTED[name](option) if name in _CONVERTED else option.value]
         elif name == "job-name":
             flags["name"] = [option.value]
         elif name == "signal":

@@ -23,7 +23,8 @@ _SRUN_NO_VALUE = {
 }  # fmt: skip
 _SRUN_REFUSED = {
     "array": "job arrays are not supported", "het-group": "heterogeneous jobs are not supported",
-    "multi-prog": "a run has one program", "nodelist": "a run uses all of its nodes", "relative": "a run uses all of its nodes",
+    "multi-prog": "a run has one program", "nodelist": "a run uses all of its nodes",
+    "relative": "a run uses all of its nodes",
 }  # fmt: skip
 # The options of torchrun and accelerate that have no value. All others have one.
 _TORCHRUN_ALONE = {"standalone", "no-python", "run-path", "module", "m", "virtual-local-rank", "use-env"}
@@ -38,21 +39,23 @@ _ACCELERATE_EXPORTS = {
 }  # fmt: skip
 _ACCELERATE_REFUSED = {
     "config-file": "torchrun reads no configuration of Accelerate: write its settings as options of accelerate launch",
-    "use-deepspeed": "DeepSpeed through Accelerate was not tried", "use-fsdp": "set FullyShardedDataParallelPlugin in the script",
+    "use-deepspeed": "DeepSpeed through Accelerate was not tried",
+    "use-fsdp": "set FullyShardedDataParallelPlugin in the script",
     "use-megatron-lm": "Megatron-LM through Accelerate was not tried", "cpu": "leave it out, and ask for no GPUs",
     "no-python": "a run starts a Python script",
 }  # fmt: skip
 _PLACEMENT = {
-    "multi-gpu", "num-processes", "num-machines", "machine-rank", "main-process-ip", "main-process-port", "same-network",
-    "rdzv-backend", "rdzv-conf", "max-restarts", "monitor-interval", "tee", "role", "log-dir", "dynamo-backend", "gpu-ids",
-    "quiet", "q", "debug", "module", "m",
+    "debug", "dynamo-backend", "gpu-ids", "log-dir", "m", "machine-rank", "main-process-ip", "main-process-port",
+    "max-restarts", "module", "monitor-interval", "multi-gpu", "num-machines", "num-processes", "q", "quiet",
+    "rdzv-backend", "rdzv-conf", "role", "same-network", "tee",
 }  # fmt: skip
 _OTHER_IMAGES = "--container takes an Apptainer image: write apptainer exec IMAGE.sif python script.py"
 _REFUSED = {
     **dict.fromkeys(("mpirun", "mpiexec", "ibrun", "horovodrun"), "write srun python script.py, without MPI"),
     **dict.fromkeys(("shifter", "podman-hpc", "enroot", "docker"), _OTHER_IMAGES),
     **dict.fromkeys(("uv", "poetry", "pixi"), "write ENV/bin/python script.py"),
-    "deepspeed": "write torchrun --nproc-per-node N script.py, which sets LOCAL_RANK, too", "conda": "write conda activate",
+    "deepspeed": "write torchrun --nproc-per-node N script.py, which sets LOCAL_RANK, too",
+    "conda": "write conda activate ENV before the program",
     "ray": "it starts processes of its own", "numactl": "leave it out", "nsys": "leave it out",
 }  # fmt: skip
 _TORCHRUN_MODULES = {"torch.distributed.run", "torch.distributed.launch"}

@@ -1,4 +1,4 @@
-"""Finds the Python with which a batch script starts its training, as Bash does on this machine. Runs on the login node."""
+"""Finds the Python with which a batch script starts its training, by Bash. Runs on the login node."""
 
 import os
 import re
@@ -48,8 +48,8 @@ def find_python(setup: Sequence[SetupLine], program: str, directory: Path) -> tu
         if answer.startswith("failed:"):
             text, _, error = answer.removeprefix("failed:").partition("\t")
             warnings.append(
-                f"line {numbers.get(text, '?')}: {text!r} fails on this machine ({error or 'without a message'}): if it "
-                "chooses the Python of the training, add --python ENV/bin/python"
+                f"line {numbers.get(text, '?')}: {text!r} fails on this machine ({error or 'no message'}): if it chooses "
+                "the Python of the training, add --python ENV/bin/python"
             )
     if not found or found == shutil.which(program):
         return None, warnings

@@ -1,7 +1,7 @@
 """Divides a batch script into commands and words, and expands words, as Bash does. Pure; runs on the login node.
 
-It knows quotes, comments, continued lines and operators, and the expansion of plain variables. It does not know compound
-commands: for the caller, `for` and `if` are commands like others. The text must be valid Bash (`bash -n`).
+It knows quotes, comments, continued lines and operators, and the expansion of plain variables. It does not know
+compound commands: for the caller, `for` and `if` are commands like others. The text must be valid Bash (`bash -n`).
 """
 
 import math
@@ -19,7 +19,8 @@ _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::-([^}$`'\"\\]*))?\})")
 _ARITHMETIC = re.compile(r"\$\(\(([\w\s${}*+]+)\)\)")
 _ARGUMENTS = {"$@", '"$@"', "$*", '"$*"'}  # sbatch FILE passes none, so Bash drops these words
 _BRACES = re.compile(r"\{[^{}]*(,|\.\.)[^{}]*\}")
-_SPECIAL_IN_QUOTES = '$`"\\'
+_SPECIAL_IN_QUOTES = '$`"\\\n'
+_COMPUTED = "is computed while the job runs: write its value"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,45 +120,54 @@ def expand(
     """
     if word in _ARGUMENTS:
         return []
-    fields, at, is_quoted = [""], 0, False
-    while at < len(word):
-        character, end = word[at], at + 1
-        if match := _VARIABLE.match(word, at):
+    fields = [""]
+    for piece, is_quoted, is_literal in _pieces(word):
+        if is_literal:
+            fields[-1] += piece
+        elif match := _VARIABLE.fullmatch(piece):
             value = value_of(match[1] or match[2])
+            value = match[3] if value is None else value
             if value is None:
-                value = match[3]
-            if value is None:
-                value = unknown(f"{match[0]} is set neither in the file nor in this shell: write its value")
-            first, *more = [value] if is_quoted or not splits else re.split(r"[ \t\n]+", value)
+                value = unknown(f"{piece} is set neither in the file nor in this shell: write its value")
+            first, *more = re.split(r"[ \t\n]+", value) if splits and not is_quoted else [value]
             fields[-1] += first
             fields += more
-            end = match.end()
-        elif match := _ARITHMETIC.match(word, at):
-            fields[-1] += _sum(match[1], value_of) or unknown(f"{word} is computed while the job runs: write its value")
-            end = match.end()
-        elif character in "$`" and word[end:].strip('"'):
-            fields[-1] += unknown(f"{word} is computed while the job runs: write its value")
-            end = _after(word, at)
-        elif character == "'" and not is_quoted:
-            end = _after(word, at)
-            fields[-1] += word[at + 1 : end - 1]
-        elif character == "\\":
-            end += 1
-            keeps = is_quoted and word[at + 1] not in _SPECIAL_IN_QUOTES + "\n"
-            fields[-1] += "\\" * keeps + word[at + 1 : end].removeprefix("\n")
-        elif character == '"':
-            is_quoted = not is_quoted
-        elif not is_quoted and (character in "*?" or _BRACES.match(word, at)):
+        elif match := _ARITHMETIC.fullmatch(piece):
+            fields[-1] += _sum(match[1], value_of) or unknown(f"{word} {_COMPUTED}")
+        elif piece.startswith(("$(", "${", "`")):
+            fields[-1] += unknown(f"{word} {_COMPUTED}")
+        elif not is_quoted and (piece in {"*", "?"} or _BRACES.fullmatch(piece)):
             fields[-1] += unknown(
                 f"{word} is a pattern, which hpc submit does not expand: quote it, or write the names"
             )
-        elif character == "~" and at == 0 and word[1:2] in {"", "/"}:
-            fields[-1] += str(Path.home())
         else:
-            fields[-1] += character
-        at = end
+            fields[-1] += piece
     has_quotes = "'" in word or '"' in word
     return fields if has_quotes else [field for field in fields if field]
+
+
+def _pieces(word: str) -> Iterator[tuple[str, bool, bool]]:
+    """Yield the parts of a word without quotes, whether each is in double quotes, and whether Bash leaves it as it is."""
+    at, is_quoted = 0, False
+    if re.match(r"~(/|$)", word):
+        yield str(Path.home()), False, True
+        at = 1
+    while at < len(word):
+        character, end = word[at], at + 1
+        if character == '"':
+            is_quoted = not is_quoted
+        elif character == "'" and not is_quoted:
+            end = _after(word, at)
+            yield word[at + 1 : end - 1], False, True
+        elif character == "\\":
+            end += 1
+            keeps = is_quoted and word[at + 1] not in _SPECIAL_IN_QUOTES
+            yield word[at + (not keeps) : end].removeprefix("\n"), is_quoted, True
+        else:
+            match = _VARIABLE.match(word, at) or (None if is_quoted else _BRACES.match(word, at))
+            end = match.end() if match else _after(word, at) if character in "$`" else end
+            yield word[at:end], is_quoted, False
+        at = end
 
 
 def _sum(expression: str, value_of: Callable[[str], str | None]) -> str | None:

@@ -172,9 +172,7 @@ class StatementReader:
         if name in _REFUSED:
             raise UserError(f"{_short(text)} {_REFUSED[name]}")
         if self.launch is not None:
-            raise UserError(
-                f"{_short(text)} comes after the program of line {self.launch_line}: do it when the run is done"
-            )
+            raise UserError(f"{_short(text)} comes after the program of line {self.launch_line}: do it after the run")
         if name in _SETUP:
             self._add_setup(line, text)
         elif name == "cd":
@@ -186,8 +184,8 @@ class StatementReader:
                 self._note(line, text, "type it before hpc submit if the training needs the directory")
         else:
             raise UserError(
-                f"{_short(text)}: hpc submit does not know what {name} does: delete the line, and type it as --setup if it "
-                "must run on the first node before the training"
+                f"{_short(text)}: hpc submit does not know what {name} does: delete the line, and type it as --setup if "
+                "it must run on the first node before the training"
             )
 
     # --- variables ---
@@ -296,17 +294,21 @@ class StatementReader:
         step = launch.step or ()
         self._check_is_known(*(option.value for option in step if option.name in COUNTS))
         if isinstance(launch, ShellText):
-            self._check_is_known(launch.text)
-            self._in_step = launch.step is not None
-            self.read(statements(launch.text, line))
-            self._in_step = False
-            if self.launch is None:
-                raise UserError(f"{_short(text)} starts no training: write srun python train.py")
-            if launch.step is not None:
-                self.launch = replace(self.launch, step=(*step, *(self.launch.step or ())))
+            self._read_text(launch, line, text)
         else:
             self._check_is_known(*launch.script, *launch.exports, launch.python, launch.container or "")
             self.launch, self.launch_line = launch, line
+
+    def _read_text(self, shell: ShellText, line: int, text: str) -> None:
+        """Read the statements of `bash -c`, perhaps in a step of srun."""
+        self._check_is_known(shell.text)
+        self._in_step = shell.step is not None
+        self.read(statements(shell.text, line))
+        self._in_step = False
+        if self.launch is None:
+            raise UserError(f"{_short(text)} starts no training: write srun python train.py")
+        if shell.step is not None:
+            self.launch = replace(self.launch, step=(*shell.step, *(self.launch.step or ())))
 
 
 def _is_print(words: Sequence[str]) -> bool:

@@ -44,8 +44,8 @@ def replace_file(arguments: list[str], script: tuple[str, ...]) -> tuple[list[st
         return arguments, script  # reading the flags says that `--` is missing before a Python script
     if script:
         raise UserError(
-            f"{name} and -- {shlex.join(script)} are both given: leave out -- and what follows, because hpc submit finds the "
-            f"program in {name}; or leave out {name}"
+            f"{name} and -- {shlex.join(script)} are both given: leave out -- and what follows, because {name} starts "
+            f"a program, too; or leave out {name}"
         )
     path, here = Path(name), Path.cwd()
     text = read_batch_file(path)
@@ -61,7 +61,7 @@ def replace_file(arguments: list[str], script: tuple[str, ...]) -> tuple[list[st
 
 
 def _read(arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the typed flags, and the batch script as `batch-file`. Returns nothing if the verb itself is to refuse them."""
+    """Return the typed flags, and the batch script as `batch-file`. Returns nothing if the verb itself refuses them."""
     if not {"-h", "--help", "--help-all"}.isdisjoint(arguments):
         return {}
     try:
