@@ -133,9 +133,9 @@ class SubmitTraining(TrainingFlags, SubmitOptions):
 class _SubmitHelp(SubmitTraining):
     __doc__ = SubmitTraining.__doc__
 
-    # These fields are only for the usage line: tyro never sees their words; `replace_file` and `split_script` take them.
+    # These fields are only for the usage line: tyro never sees words that `replace_file` and `split_script` take.
     file: Annotated[str, Flag(metavar="[job.sbatch]", is_positional=True)] = ""
-    """A batch script that works with sbatch, in place of a command line. Flags after it win over those in it."""
+    """Batch script that works with sbatch; flags after it win over those in it."""
     script: Annotated[tuple[str, ...], Flag(metavar="[-- script.py ARGS]", is_positional=True)] = ()
     """Your own torchrun script with its arguments, or -m and a module, instead of the image classifier."""
     own_script: _OwnScript = field(default_factory=_OwnScript)

@@ -13,12 +13,11 @@ SAYS = """
 import json, os, sys
 from pathlib import Path
 
-slurm = "SLURM_PROCID" in os.environ and sys.argv[1] == "srun"
-rank, ranks, local = (os.environ[name] for name in (
-    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID") if slurm else ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
-said = {"rank": int(rank), "ranks": int(ranks), "local": int(local), "arguments": sys.argv[1:],
-        "text": Path("text").read_text(), "environment": {name: os.environ.get(name) for name in ("FLAVOUR", "PLAIN", "THREADS", "PREFIXED", "ACTIVE")}}
-Path(sys.argv[2], rank).write_text(json.dumps(said))
+of_slurm, of_torchrun = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"), ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+place = [os.environ[name] for name in (of_slurm if sys.argv[1] == "srun" else of_torchrun)]
+exported = {name: os.environ.get(name) for name in ("FLAVOUR", "PLAIN", "THREADS", "PREFIXED", "ACTIVE")}
+said = {"place": place, "arguments": sys.argv[1:], "text": Path("text").read_text(), "exported": exported}
+Path(sys.argv[2], place[0]).write_text(json.dumps(said))
 """
 SRUN = """#!/bin/bash
 #SBATCH --job-name=said --output={out}.log

@@ -47,9 +47,10 @@ def find_python(setup: Sequence[SetupLine], program: str, directory: Path) -> tu
     for answer in answers:
         if answer.startswith("failed:"):
             text, _, error = answer.removeprefix("failed:").partition("\t")
+            error = re.sub(r"^bash: line \d+: ", "", error)
             warnings.append(
-                f"line {numbers.get(text, '?')}: {text!r} fails on this machine ({error or 'no message'}): if it chooses "
-                "the Python of the training, add --python ENV/bin/python"
+                f"line {numbers.get(text, '?')}: {text!r} fails on this machine ({error or 'no message'}): if it "
+                "chooses the Python of the training, add --python ENV/bin/python"
             )
     if not found or found == shutil.which(program):
         return None, warnings

@@ -147,7 +147,7 @@ def expand(
 
 
 def _pieces(word: str) -> Iterator[tuple[str, bool, bool]]:
-    """Yield the parts of a word without quotes, whether each is in double quotes, and whether Bash leaves it as it is."""
+    """Yield the parts of a word without quotes; whether each is in double quotes; whether Bash leaves it unchanged."""
     at, is_quoted = 0, False
     if re.match(r"~(/|$)", word):
         yield str(Path.home()), False, True

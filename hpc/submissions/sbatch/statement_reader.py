@@ -184,8 +184,8 @@ class StatementReader:
                 self._note(line, text, "type it before hpc submit if the training needs the directory")
         else:
             raise UserError(
-                f"{_short(text)}: hpc submit does not know what {name} does: delete the line, and type it as --setup if "
-                "it must run on the first node before the training"
+                f"{_short(text)}: hpc submit does not know what {name} does: delete the line, and type it as --setup "
+                "if it must run on the first node before the training"
             )
 
     # --- variables ---

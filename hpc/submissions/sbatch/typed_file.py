@@ -54,9 +54,11 @@ def replace_file(arguments: list[str], script: tuple[str, ...]) -> tuple[list[st
     except UserError as error:
         raise UserError(f"{name}: {error}") from error
     rest = [word for at, word in enumerate(arguments) if at != arguments.index(name)]
-    own = _further_flags(translation, typed, here)
+    own, warnings = _further_flags(translation, typed, here)
     os.chdir(translation.directory)
     _show(translation, [*translation.words, *own, *rest], here, as_json="--json" in rest)
+    for note in (*(f"left out {note}" for note in translation.notes), *(f"warning: {text}" for text in warnings)):
+        print(visible(f"hpc submit: {note}"), file=sys.stderr)
     return [*translation.words, *own, *rest], translation.script
 
 
@@ -72,18 +74,16 @@ def _read(arguments: Sequence[str]) -> dict[str, Any]:
         raise
 
 
-def _further_flags(translation: Translation, typed: dict[str, Any], here: Path) -> list[str]:
-    """Return --runs-dir if the training starts in another directory, and --python if the batch script chooses one."""
-    words = list[str]()
+def _further_flags(translation: Translation, typed: dict[str, Any], here: Path) -> tuple[list[str], list[str]]:
+    """Return --runs-dir if the training starts elsewhere, and --python if the batch script chooses one; and warnings."""
+    words, warnings = list[str](), list[str]()
     if translation.directory != here and not (runs_dir := cli.runs_dir(typed).expanduser()).is_absolute():
         words = ["--runs-dir", str(here / runs_dir)]
     if translation.launch.container is None and not typed.keys() & {"python", "container", "stage-env"}:
         python, warnings = find_python(translation.setup, translation.launch.python, translation.directory)
-        for warning in warnings:
-            print(visible(f"hpc submit: warning: {warning}"), file=sys.stderr)
         if python and python not in {active_python(), Path(sys.executable)}:
             words += ["--python", str(python)]
-    return words
+    return words, warnings
 
 
 def _show(translation: Translation, words: Sequence[str], here: Path, *, as_json: bool) -> None:
@@ -92,5 +92,3 @@ def _show(translation: Translation, words: Sequence[str], here: Path, *, as_json
     if translation.directory != here:
         line = f"cd {shlex.quote(str(translation.directory))} && {line}"
     print(visible(line), file=sys.stderr if as_json else sys.stdout, flush=True)
-    for note in translation.notes:
-        print(visible(f"hpc submit: left out {note}"), file=sys.stderr)
