@@ -12,8 +12,8 @@ from hpc.base.errors import UserError
 from hpc.base.flags import REPEATABLE, Flag
 from hpc.commands import cli
 from hpc.run.spec import Network, Notification, Recovery, Resources, Service
-from hpc.submissions import sbatch_advice, sbatch_variables
 from hpc.submissions.cluster_choice import SLURM_FLAGS, ClusterFlag
+from hpc.submissions.sbatch import sbatch_advice, sbatch_variables
 from training.config import command_line
 from training.config.command_line import RecipeName
 from training.config.device_choice import DeviceChoice
@@ -123,6 +123,7 @@ class SubmitTraining(TrainingFlags, SubmitOptions):
       hpc submit --nodes 2 --gpus-per-node 4
       hpc submit -N 2 --gpus-per-node a100:4 -t 12h --data /data/imagenet --model resnet50
       hpc submit -N 2 --gpus-per-node 4 -t 12h -- train.py --lr 0.1
+      hpc submit job.sbatch --dry-run
     """
 
     train: TrainConfig
@@ -130,7 +131,9 @@ class SubmitTraining(TrainingFlags, SubmitOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class _ScriptHelp:
-    # This field is only for the usage line: tyro never sees the words after `--`, because `split_script` takes them.
+    # These fields are only for the usage line: tyro never sees words that `replace_file` and `split_script` take.
+    file: Annotated[str, Flag(metavar="[job.sbatch]", is_positional=True)] = ""
+    """Batch script that works with sbatch; flags after it win over those in it."""
     script: Annotated[tuple[str, ...], Flag(metavar="[-- script.py ARGS]", is_positional=True)] = ()
     """Your own torchrun script with its arguments, or -m and a module, instead of the image classifier."""
     own_script: _OwnScript = field(default_factory=_OwnScript)

@@ -12,8 +12,8 @@ from rich.text import Text
 
 from hpc.base import program
 from hpc.commands import cli
-from hpc.submissions import sbatch_variables
 from hpc.submissions.options import SubmitTraining, flag_names
+from hpc.submissions.sbatch import sbatch_variables
 from training.config.command_line import overlay
 from training.config.defaults import files
 

@@ -28,7 +28,7 @@ from hpc.run.spec import RunSpec
 from hpc.submissions.answer import show
 from hpc.submissions.new_run import NewRun, start_run
 from hpc.submissions.options import SubmitOptions, SubmitTraining, with_defaults
-from hpc.submissions.sbatch_advice import explain
+from hpc.submissions.sbatch.sbatch_advice import explain
 from hpc.submissions.settings import settings_of
 from jobs.staging.source import is_archive
 from training.config.dataset_layout import check_data, resolve_data

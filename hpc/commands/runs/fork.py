@@ -24,7 +24,7 @@ from hpc.run.spec import RunSpec, program_of
 from hpc.submissions.answer import show
 from hpc.submissions.new_run import NewRun, start_run
 from hpc.submissions.options import SubmitTraining
-from hpc.submissions.sbatch_advice import explain
+from hpc.submissions.sbatch.sbatch_advice import explain
 from hpc.submissions.settings import adaptable_settings_of
 from training.config.changes import refuse_on_fork
 from training.config.train_config import TrainConfig

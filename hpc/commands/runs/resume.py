@@ -7,7 +7,7 @@ from hpc.base.text import visible
 from hpc.commands import cli
 from hpc.slurm import handover
 from hpc.submissions.resumed_run import ResumeOptions, options_of, resume_run
-from hpc.submissions.sbatch_advice import explain
+from hpc.submissions.sbatch.sbatch_advice import explain
 from training.config.train_config import TrainConfig
 
 _OF_THE_RESUMPTION = {"run", "runs_dir", "new_code", "wait", "json", "debug"}

@@ -3,13 +3,20 @@
 import sys
 from collections.abc import Sequence
 
+from hpc.base import program
 from hpc.submissions.answer import show
 from hpc.submissions.new_run import start_run
 from hpc.submissions.options import options_for_help, run_verb, split_script
+from hpc.submissions.sbatch.typed_file import replace_file
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb."""
-    arguments, script = split_script(list(sys.argv[1:] if argv is None else argv))
-    options = options_for_help(arguments, script)
-    return run_verb("submit", lambda parsed: show(start_run(parsed, script), parsed), options, arguments, script)
+    typed, typed_script = split_script(list(sys.argv[1:] if argv is None else argv))
+
+    def work() -> int:
+        arguments, script = replace_file(typed, typed_script)
+        options = options_for_help(arguments, script)
+        return run_verb("submit", lambda parsed: show(start_run(parsed, script), parsed), options, arguments, script)
+
+    return program.run(work, "hpc submit", debug="--debug" in typed, report=program.json_report(typed))

@@ -13,7 +13,7 @@ from hpc.commands.cluster.doctor import DoctorOptions
 from hpc.commands.start.status import StatusOptions
 from hpc.submissions.options import SubmitScript, SubmitTraining
 from hpc.submissions.resumed_run import ResumeOptions
-from hpc.submissions.sbatch_advice import explain
+from hpc.submissions.sbatch.sbatch_advice import explain
 from training.config.train_config import TrainConfig
 from training.inference.predict import PredictOptions
 

@@ -30,7 +30,7 @@ def brief() -> str:
 def test_help_is_short_fits_80_columns_and_names_each_recipe(brief: str) -> None:
     assert len(brief.splitlines()) <= _MOST_LINES
     assert max(map(len, brief.splitlines()[10:])) <= 80  # columns
-    assert brief.startswith("usage: hpc submit [-h] [OPTIONS] [-- script.py ARGS]\n")
+    assert brief.startswith("usage: hpc submit [-h] [OPTIONS] [job.sbatch] [-- script.py ARGS]\n")
     assert [name for name in recipes() if name not in brief] == []
 
 

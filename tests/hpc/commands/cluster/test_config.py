@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from support import cluster
 
-from hpc.submissions import sbatch_variables
 from hpc.submissions.options import SubmitTraining, flag_names
+from hpc.submissions.sbatch import sbatch_variables
 from training.config import defaults as files
 
 

@@ -6,13 +6,17 @@ from collections.abc import Sequence
 
 from hpc.run.spec import MANAGED_SBATCH
 
-# The short options of sbatch that are not ours, with their long names.
-_LETTERS = {
-    "-a": "array", "-C": "constraint", "-c": "cpus-per-task", "-D": "chdir", "-d": "dependency", "-e": "error",
-    "-G": "gpus", "-n": "ntasks", "-o": "output", "-q": "qos", "-w": "nodelist", "-x": "exclude",
+LETTERS = {
+    "-A": "account", "-a": "array", "-B": "extra-node-info", "-b": "begin", "-C": "constraint", "-c": "cpus-per-task",
+    "-D": "chdir", "-d": "dependency", "-e": "error", "-F": "nodefile", "-G": "gpus", "-H": "hold", "-i": "input",
+    "-J": "job-name", "-k": "no-kill", "-L": "licenses", "-M": "clusters", "-m": "distribution", "-N": "nodes",
+    "-n": "ntasks", "-O": "overcommit", "-o": "output", "-p": "partition", "-Q": "quiet", "-q": "qos",
+    "-S": "core-spec", "-s": "oversubscribe", "-t": "time", "-v": "verbose", "-W": "wait", "-w": "nodelist",
+    "-x": "exclude",
 }  # fmt: skip
-# Other options of sbatch, with and without a value. They are listed here because `sbatch --help` needs a slurm.conf.
-_WITH_VALUE = {
+"""The short options of sbatch, with their long names."""
+# The options of sbatch are listed here because `sbatch --help` needs a slurm.conf.
+WITH_VALUE = {
     "acctg-freq", "batch", "begin", "bb", "bbf", "clusters", "cluster-constraint", "comment", "core-spec",
     "cores-per-socket", "cpu-freq", "deadline", "delay-boot", "dependency", "distribution", "extra-node-info",
     "gpu-bind", "gpu-freq", "gres-flags", "hint", "licenses", "mail-type", "mail-user", "mcs-label", "mem-bind",
@@ -21,9 +25,11 @@ _WITH_VALUE = {
     "sockets-per-node", "switches", "thread-spec", "threads-per-core", "tmp", "tres-bind", "tres-per-task",
     "wait-all-nodes", "wckey",
 }  # fmt: skip
-_ALONE = {
+"""Options of sbatch that --sbatch may set and that have a value."""
+ALONE = {
     "contiguous", "exclusive", "hold", "overcommit", "oversubscribe", "reboot", "spread-job", "use-min-nodes", "x11",
 }  # fmt: skip
+"""Options of sbatch that --sbatch may set and that need no value."""
 
 
 def explain(arguments: Sequence[str], at: int) -> str | None:
@@ -40,11 +46,11 @@ def explain(arguments: Sequence[str], at: int) -> str | None:
 
 def advice(flag: str) -> str | None:
     """Return advice on an option of sbatch that we lack; None if sbatch lacks the option, too."""
-    name = _LETTERS.get(flag, flag.removeprefix("--").replace("_", "-"))
+    name = LETTERS.get(flag, flag.removeprefix("--").replace("_", "-"))
     if name == "gres":
         return "use --gpus-per-node 4 or a100:4 for GPUs, --sbatch gres=NAME:COUNT for others"
     if name in MANAGED_SBATCH:
         return MANAGED_SBATCH[name]
-    if name in _WITH_VALUE:
+    if name in WITH_VALUE:
         return f"use --sbatch {name}=VALUE"
-    return f"use --sbatch {name}" if name in _ALONE else None
+    return f"use --sbatch {name}" if name in ALONE else None

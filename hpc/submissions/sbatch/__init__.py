@@ -1,0 +1,1 @@
+"""What users bring from sbatch: its options, its variables, and batch scripts."""

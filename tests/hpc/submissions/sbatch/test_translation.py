@@ -1,0 +1,210 @@
+"""Batch scripts of the shapes that computing centres and libraries document, and the lines that stand for them."""
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from hpc.base.errors import UserError
+from hpc.submissions.sbatch.batch_file import read_batch_file
+from hpc.submissions.sbatch.translation import Translation, translate
+
+FILES = Path(__file__).with_name("sbatch_files")
+# The command line for each file; {here} is the directory of the submission, which is also $SCRATCH.
+LINES = dict(line.split(": ", 1) for line in (FILES / "lines.txt").read_text().splitlines())
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    (tmp_path / "project").mkdir()
+    return tmp_path
+
+
+def translated(text: str, here: Path, typed: Mapping[str, object] | None = None) -> Translation:
+    file = here / "job.sbatch"
+    file.write_text(text)
+    environment = {"HOME": "/home/me", "USER": "me", "SCRATCH": str(here), "WORK": "/work/me"}
+    return translate(read_batch_file(file), here, environment, typed)
+
+
+def line_of(translation: Translation, here: Path) -> str:
+    line = shlex.join(["hpc", "submit", *translation.words, "--", *translation.script])
+    return line if translation.directory == here else f"cd {translation.directory} && {line}"
+
+
+def job(*lines: str) -> str:
+    return "\n".join(["#!/bin/bash", *lines, ""])
+
+
+def refused(here: Path, *lines: str) -> str:
+    with pytest.raises(UserError) as error:
+        translated(job(*lines), here)
+    assert "\0" not in str(error.value)
+    return str(error.value)
+
+
+def test_each_file_has_its_line() -> None:
+    assert sorted(LINES) == sorted(file.stem for file in FILES.glob("*.sbatch"))
+    assert len(LINES) >= 30
+
+
+@pytest.mark.parametrize("name", sorted(LINES))
+def test_file_becomes_its_line(name: str, here: Path) -> None:
+    text = (FILES / f"{name}.sbatch").read_text()
+    assert line_of(translated(text, here), here) == LINES[name].replace("{here}", str(here))
+
+
+def test_what_is_left_out_is_named_with_its_line_and_the_reason(here: Path) -> None:
+    notes = translated((FILES / "torchrun_c10d.sbatch").read_text(), here).notes
+    assert notes == (
+        "line 8: `nodes=( $( scontrol show hostnames $SLURM_JOB_NODELIST ) )`: torchrun sets up the rendezvous",
+        "line 9: `nodes_array=($nodes)`: torchrun sets up the rendezvous",
+        "line 10: `head_node=${nodes_array[0]}`: torchrun sets up the rendezvous",
+        'line 11: `head_node_ip=$(srun --nodes=1 --ntasks=1 -w "$head_node" ...`: torchrun sets up the rendezvous',
+        "line 13: `echo Node IP: $head_node_ip`: changes nothing for the ranks",
+        "line 16: srun torchrun: hpc submit starts the ranks, one per GPU",
+    )
+
+
+ONE_GPU = "#SBATCH --gpus-per-node=1"
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        # What Slurm would not do, or would do in another way.
+        (["#SBATCH --partition=$PART", "python train.py"], "line 2: Slurm expands no variables in #SBATCH lines"),
+        (["#SBATCH --array=0-9", "python train.py"], "line 2: --array=0-9: job arrays are not supported"),
+        (["#SBATCH --gpus-per-socket=2", "python train.py"], "line 2: --gpus-per-socket=2: use --gpus-per-node"),
+        (["#SBATCH --partitoin=gpu", "python train.py"], "did you mean partition?"),
+        (["#SBATCH --signal=B:USR1@60", "python train.py"], "line 2: --signal=B:USR1@60 signals the batch script"),
+        (["#SBATCH --ntasks=8 --gpus=8", "srun python train.py"], "line 2: --ntasks=8 leaves the number of nodes"),
+        (["#SBATCH -N2 --gpus=3", "srun torchrun train.py"], "line 2: --gpus=3 is not the same number on"),
+        (["#SBATCH --gres=gpu:4", "#SBATCH --gpus-per-node=8", "python train.py"], "line 2: --gres=gpu:4 is 4 GPUs"),
+        (["#SBATCH -N2 --ntasks-per-node=4 -n4", "srun python train.py"], "line 2: --ntasks=4, but line 2 has"),
+        (["#SBATCH hello", "python train.py"], "line 2: 'hello' is not an option of sbatch"),
+        (["#SBATCH --time=tomorrow", "python train.py"], "line 2: --time is 'tomorrow'"),
+        # Numbers of processes that a run cannot have.
+        (["#SBATCH --gres=gpu:4", "python train.py"], "line 3: the program starts 1 processes per"),
+        (["#SBATCH --gres=gpu:4", "torchrun --nproc-per-node 2 train.py"], "the program starts 2 processes"),
+        (["#SBATCH -N2 --gres=gpu:1", "python train.py"], "line 3: without srun, the program starts on one"),
+        (["#SBATCH --ntasks-per-node=4", "srun torchrun --nproc-per-node 4 t.py"], "line 3: srun starts 4 launchers"),
+        (["#SBATCH -N2 --gres=gpu:1", "srun torchrun --nnodes=4 t.py"], "line 3: torchrun expects 4 nodes"),
+        # Lines that are more than a list of commands.
+        ([ONE_GPU, "for seed in 1 2; do", "python train.py", "done"], "line 3: `for seed in 1 2` is a loop"),
+        ([ONE_GPU, "if [ -d x ]; then python train.py; fi"], "line 3: `if [ -d x ]` is a condition"),
+        ([ONE_GPU, "train() { python train.py; }", "train"], "is a function or a subshell"),
+        ([ONE_GPU, "cat > a.yaml <<END", "it's: 1", "END", "python train.py"], "line 3: a here-document"),
+        ([ONE_GPU, "srun python train.py &", "wait"], "line 3: `srun python train.py` runs in the background"),
+        ([ONE_GPU, "cat list | python train.py"], "hpc submit does not understand |"),
+        ([ONE_GPU, "python train.py || python train.py --resume"], "does not understand || here"),
+        ([ONE_GPU, "python a.py", "python b.py"], "line 4: `python b.py` is a second program after line 3"),
+        ([ONE_GPU, "srun python a.py", "", "srun python b.py"], "line 5: `srun python b.py` is a second program"),
+        ([ONE_GPU, "python train.py", "cp out.pt /results"], "line 4: `cp out.pt /results`"),
+        ([ONE_GPU, "trap 'scontrol requeue $SLURM_JOB_ID' USR1", "python train.py"], "line 3: `trap "),
+        ([ONE_GPU, "frobnicate --all", "python train.py"], "line 3: `frobnicate --all`: hpc submit does not know what"),
+        ([ONE_GPU, "tar xf data.tar -C $TMPDIR", "python train.py"], "--data PATH"),
+        ([ONE_GPU, "pip install torch", "python train.py"], "makes an environment in the job"),
+        ([ONE_GPU, "cd /nonexistent", "python train.py"], "line 3: cd /nonexistent: there is no such directory here"),
+        # Programs that a run does not start.
+        ([ONE_GPU, "bash train.sh"], "line 3: bash train.sh is a shell script"),
+        ([ONE_GPU, "srun ./run.sh a"], "line 3: ./run.sh a is a shell script"),
+        ([ONE_GPU, "mpirun -np 4 python train.py"], "line 3: hpc submit does not start programs with mpirun"),
+        ([ONE_GPU, "srun ./a.out"], "line 3: ./a.out is not a program that hpc submit starts"),
+        ([ONE_GPU, "srun --container-image=nvcr.io/x python train.py"], "line 3: srun --container-image"),
+        ([ONE_GPU, "srun --export=NONE python train.py"], "line 3: srun --export=NONE"),
+        ([ONE_GPU, "srun -w gpu01 python train.py"], "line 3: srun --nodelist=gpu01: a run uses all of its nodes"),
+        ([ONE_GPU, "accelerate launch --config_file a.yaml train.py"], "line 3: --config-file: torchrun reads no"),
+        ([ONE_GPU, "python -m torch.distributed.launch train.py"], "line 3: torch.distributed.launch passes"),
+        ([ONE_GPU, "srun bash -c 'echo hi'"], "line 3: `srun bash -c 'echo hi'` starts no training"),
+        ([ONE_GPU, "srun bash -c 'export X=$SLURM_PROCID; python train.py'"], "differs in each task"),
+        ([ONE_GPU, "date"], "no line starts a training"),
+        # Arguments that are known only in the job.
+        ([ONE_GPU, "python train.py --out $SLURM_JOB_ID"], "known only in the job: write {run_dir}"),
+        ([ONE_GPU, "X=$(date +%s)", "python train.py --seed $X"], "line 4: $(date +%s) is computed while the job runs"),
+        ([ONE_GPU, "python train.py --seed `date`"], "line 3: `date` is computed"),
+        ([ONE_GPU, "python train.py $1"], "line 3: $1 is an argument of the batch script"),
+        ([ONE_GPU, "python train.py --lr $LR"], "line 3: $LR is set neither in the file nor in this shell"),
+        ([ONE_GPU, "python train.py data/*.npy"], "line 3: data/*.npy is a pattern"),
+        (
+            [ONE_GPU, "export MASTER_ADDR=$(hostname)", "python train.py --dist-url tcp://$MASTER_ADDR:1"],
+            "line 4: $MASTER_ADDR is a part of the rendezvous",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_not_understood_is_refused_with_its_line(here: Path, lines: list[str], expected: str) -> None:
+    assert expected in refused(here, *lines)
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (["A=1", "B=${A}2", "python train.py --a $A --b=$B '$A' \"x $B\""], ["--a", "1", "--b=12", "$A", "x 12"]),
+        (['ARGS="--a 1 --b \'2 3\'"', "python train.py $ARGS"], ["--a", "1", "--b", "'2", "3'"]),
+        (["python train.py \\", "  --a=1 \\", "  --b"], ["--a=1", "--b"]),
+        (['python train.py --in $SCRATCH/a --x ${NO:-7} "$@"'], ["--in", "{here}/a", "--x", "7"]),
+        (["python train.py a#b # c"], ["a#b"]),
+        (["N=$((2 * 3 + 1))", "python train.py $N"], ["7"]),
+    ],
+)  # fmt: skip
+def test_arguments_are_those_that_bash_passes(here: Path, lines: list[str], expected: list[str]) -> None:
+    script = translated(job(ONE_GPU, *lines), here).script
+    assert list(script[1:]) == [word.replace("{here}", str(here)) for word in expected]
+
+
+def test_variables_stay_in_setup_only_if_a_later_line_uses_them(here: Path) -> None:
+    lines = ("ENV=/envs/a", "LR=0.1", "source $ENV/bin/activate", "python train.py --lr $LR")
+    found = translated(job(ONE_GPU, *lines), here)
+    assert found.flags["setup"] == ["ENV=/envs/a", "source $ENV/bin/activate"]
+
+
+def test_setup_has_the_numbers_of_the_batch_script_and_not_those_of_our_job(here: Path) -> None:
+    options = "#SBATCH -N2 --ntasks-per-node=4 --gpus-per-node=4 --cpus-per-task=8"
+    lines = ("export A=$SLURM_CPUS_PER_TASK B=${SLURM_NTASKS:-1} C='$SLURM_NTASKS' D=$SLURM_JOB_ID", "srun python t.py")
+    found = translated(job(options, *lines), here)
+    assert found.flags["setup"] == ["export A=8 B=8 C='$SLURM_NTASKS' D=$SLURM_JOB_ID"]
+
+
+def test_lines_after_a_change_of_the_directory_run_there(here: Path) -> None:
+    found = translated(job(ONE_GPU, "source env/bin/activate", "cd project", "python train.py"), here)
+    assert found.directory == here / "project"
+    assert found.flags["setup"] == [f"cd {here}", "source env/bin/activate", f"cd {here / 'project'}"]
+
+
+def test_options_after_the_first_command_are_ignored_as_slurm_does(here: Path) -> None:
+    found = translated(job(ONE_GPU, "date", "#SBATCH --mem=4G", "python train.py"), here)
+    assert "mem" not in found.flags
+    assert any("line 4: #SBATCH --mem=4G: Slurm ignores it after the first command" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("options", "command", "cpus"),
+    [
+        (
+            "--ntasks-per-node=16 --gres=gpu:4",
+            "torchrun --nproc-per-node 4 t.py",
+            ["4"],
+        ),  # tasks that only ask for CPUs
+        ("--ntasks-per-node=4 --gres=gpu:4", "srun python t.py", None),
+        ("--ntasks-per-node=4 --gres=gpu:4 -c 3", "srun python t.py", ["3"]),
+        ("-N2 --ntasks-per-node=8 --gres=gpu:4 -c 2", "srun -n 2 -c 16 torchrun --nproc-per-node 4 t.py", ["4"]),
+    ],
+)
+def test_ranks_share_the_cpus_that_the_batch_script_asks_for(
+    here: Path, options: str, command: str, cpus: list[str] | None
+) -> None:
+    assert translated(job(f"#SBATCH {options}", command), here).flags.get("cpus-per-gpu") == cpus
+
+
+def test_typed_flags_win_over_those_of_the_file(here: Path) -> None:
+    text = job(
+        "#SBATCH -N2 --gres=gpu:4 --mem-per-cpu=2G --ntasks-per-node=4 -p slow --mail-type=END", "srun python train.py"
+    )
+    typed = {"nodes": "4", "partition": "fast", "mem": "64G", "sbatch": ["mail-type=NONE"]}
+    assert translated(text, here, typed).words == ["--gpus-per-node", "4"]
+
+
+def test_typed_number_of_gpus_settles_how_many_ranks_a_node_has(here: Path) -> None:
+    found = translated(job("#SBATCH --gres=gpu:4", "python train.py"), here, {"gpus-per-node": "1"})
+    assert found.words == ["--nodes", "1"]
