@@ -21,7 +21,7 @@ from hpc.submissions.sbatch.batch_file import read_batch_file
 from hpc.submissions.sbatch.sbatch_advice import explain
 from hpc.submissions.sbatch.script_python import find_python
 from hpc.submissions.sbatch.translation import Translation, translate
-from hpc.submissions.user_python.user_environment import active_python
+from hpc.submissions.user_python import user_environment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,13 +75,14 @@ def _read(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _further_flags(translation: Translation, typed: dict[str, Any], here: Path) -> tuple[list[str], list[str]]:
-    """Return --runs-dir if the training starts elsewhere, and --python if the batch script chooses one; and warnings."""
+    """Return --runs-dir if the training starts elsewhere, --python if the batch script chooses one, and warnings."""
     words, warnings = list[str](), list[str]()
     if translation.directory != here and not (runs_dir := cli.runs_dir(typed).expanduser()).is_absolute():
         words = ["--runs-dir", str(here / runs_dir)]
     if translation.launch.container is None and not typed.keys() & {"python", "container", "stage-env"}:
         python, warnings = find_python(translation.setup, translation.launch.python, translation.directory)
-        if python and python not in {active_python(), Path(sys.executable)}:
+        usual = user_environment.find_python()
+        if python and python != (usual.path if usual else Path(sys.executable)):
             words += ["--python", str(python)]
     return words, warnings
 
