@@ -54,7 +54,7 @@ def is_on_cpu(row: Summary) -> bool:
 def gpus(row: Summary) -> str:
     """Return the number of GPUs, and their type if the run asks for one; on CPUs, the number of ranks."""
     if is_on_cpu(row):
-        return f"{row.gpus} ranks"
+        return f"{row.world_size or row.gpus} ranks"
     return " ".join(filter(None, [or_dash(row.gpus), visible(row.gpu_type or "")]))
 
 
