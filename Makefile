@@ -185,7 +185,7 @@ $(READY): requirements.lock pyproject.toml
 ifneq ($(ROOT),)
 	@$(call INSTALL,$(PACKAGES))
 endif
-	@echo "installing Python's packages into .venv: torch and what it needs are 5 GB"
+	@echo "installing Python's packages into .venv: 7 GB, most of them torch and what it needs"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	$(BIN)/uv pip sync --require-hashes --compile-bytecode --python $(BIN)/python requirements.lock
