@@ -66,7 +66,7 @@ def test_script_has_the_active_environment_or_else_the_python3_on_the_path(
     assert "use --python ENV/bin/python" in refused.stderr
 
 
-def test_preflight_and_doctor_look_at_the_environment_of_the_script(light: Path, own: Path, tmp_path: Path) -> None:
+def test_preflight_runs_in_the_environment_of_the_script(light: Path, own: Path, tmp_path: Path) -> None:
     active = {"VIRTUAL_ENV": str(own)}
     checked = type_hpc(light, tmp_path, "preflight", **active)
     assert (checked.returncode, checked.stdout[:18]) == (0, "preflight: 1 rank "), checked.stderr
