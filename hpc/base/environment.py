@@ -19,6 +19,8 @@ STOP_SIGNAL = "TORCHRELAY_STOP_SIGNAL"
 """Signal that --stop-signal names, such as SIGTERM; not set if the flag is `auto`."""
 HEARTBEAT = "TORCHRELAY_HEARTBEAT"
 """Path of the file into which a rank writes its heartbeat. The process wrapper of each rank sets this variable."""
+CALLBACKS = "TORCHRELAY_CALLBACKS"
+"""`off` if the user wants no callback in the Trainer of an unchanged script (jobs.ranks.attached_callback)."""
 
 # Our own processes on a node set these for each other.
 DEVICE = "TORCHRELAY_DEVICE"
