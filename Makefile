@@ -42,7 +42,7 @@ drill: $(READY)
 
 # Makes the tables of docs/explanation/performance.md. It takes about 106 minutes on two idle cores (QUICK=1: a small form, 15
 # minutes), and takes down the running testbed.
-BENCHMARKS := commands start speed recovery storm snapshots shared_cores restart scaling
+BENCHMARKS := commands start speed recovery storm snapshots shared_cores step_counter restart scaling
 QUICK :=
 RIVALS := rivals/ready
 

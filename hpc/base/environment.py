@@ -22,6 +22,8 @@ PROTOCOL = "TORCHRELAY_PROTOCOL"
 """Number of the contract between the agents and torchrelay in the ranks (torchrelay.this_rank). It is never renamed."""
 HEARTBEAT = "TORCHRELAY_HEARTBEAT"
 """Path of the file into which a rank writes its heartbeat. The process wrapper of each rank sets this variable."""
+CALLBACKS = "TORCHRELAY_CALLBACKS"
+"""`off` if the user wants no callback in the Trainer of an unchanged script (jobs.ranks.attached_callback)."""
 
 # Our own processes on a node set these for each other.
 DEVICE = "TORCHRELAY_DEVICE"

@@ -21,6 +21,7 @@ from typing import Any
 from hpc.base.environment import HEARTBEAT
 from jobs import compat
 from jobs.compat import end_threads_and_run_exit_functions, leave_multiprocessing, run_module_as_main
+from jobs.ranks.attached_callback import attach_callbacks
 from jobs.ranks.step_counter import count_steps
 
 _ROOT = str(Path(__file__).parents[2])
@@ -32,6 +33,7 @@ def run_script(program: Sequence[str]) -> None:
     _become_main_process(program)
     if heartbeat := os.environ.get(HEARTBEAT):
         count_steps(heartbeat, int(os.environ["RANK"]))
+        attach_callbacks()
     code = 1
     try:
         if program[0] == "-m":
