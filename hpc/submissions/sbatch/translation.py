@@ -139,9 +139,9 @@ def _gpus(asked: int | None, processes: int | None, line: int, notes: list[str],
         )
         return 0
     if processes not in {None, asked} and not is_settled:
-        count, gpus = (f"{number} {noun}" for number, noun in ((processes, "processes"), (asked, "GPUs")))
+        count = "1 process" if processes == 1 else f"{processes} processes"
         raise UserError(
-            f"line {line}: the program starts {count} per node, which has {gpus}, and a run has one rank per GPU: type "
-            f"--gpus-per-node {asked} or {processes} after the file"
+            f"line {line}: the program starts {count} per node, which has {asked} GPU{'s' * (asked != 1)}, and a run "
+            f"has one rank per GPU: type --gpus-per-node {asked} or {processes} after the file"
         )
     return asked

@@ -75,7 +75,7 @@ def _read(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _further_flags(translation: Translation, typed: dict[str, Any], here: Path) -> tuple[list[str], list[str]]:
-    """Return --runs-dir if the training starts elsewhere, and --python if the batch script chooses one; and warnings."""
+    """Return --runs-dir if the training starts elsewhere, --python if the batch script chooses one, and warnings."""
     words, warnings = list[str](), list[str]()
     if translation.directory != here and not (runs_dir := cli.runs_dir(typed).expanduser()).is_absolute():
         words = ["--runs-dir", str(here / runs_dir)]
