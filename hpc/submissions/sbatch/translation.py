@@ -66,8 +66,10 @@ def translate(
         for number, line in ignored
     ]
     batch = layout_of(options, str(typed["nodes"]) if "nodes" in typed else None)
-    directory = directory / options["chdir"].value if "chdir" in options else directory
-    reader = StatementReader(directory, environment, {**batch.variables, "SLURM_SUBMIT_DIR": str(directory)})
+    start = directory / options["chdir"].value if "chdir" in options else directory
+    if not start.is_dir():
+        raise UserError(f"line {options['chdir'].line}: {options['chdir']}: there is no such directory here")
+    reader = StatementReader(start, environment, {**batch.variables, "SLURM_SUBMIT_DIR": str(directory)})
     reader.setup += [SetupLine(line=1, text=line) for line in _PROFILE if is_login_shell(text)]
     reader.read(statements(text))
     launch, line = reader.launch, reader.launch_line

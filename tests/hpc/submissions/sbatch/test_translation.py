@@ -84,6 +84,7 @@ ONE_GPU = "#SBATCH --gpus-per-node=1"
         (["#SBATCH --gres=gpu:4", "#SBATCH --gpus-per-node=8", "python train.py"], "line 2: --gres=gpu:4 is 4 GPUs"),
         (["#SBATCH -N2 --ntasks-per-node=4 -n4", "srun python train.py"], "line 2: --ntasks=4, but line 2 has"),
         (["#SBATCH hello", "python train.py"], "line 2: 'hello' is not an option of sbatch"),
+        (["#SBATCH -D nowhere", "python train.py"], "line 2: --chdir=nowhere: there is no such directory"),
         (["#SBATCH hetjob", "python train.py"], "heterogeneous jobs are not supported"),
         (["#SBATCH -N two", "python train.py"], "line 2: --nodes=two: write a number"),
         (["#SBATCH -J 'a", "python train.py"], "line 2: a quote in #SBATCH -J 'a is not closed"),
