@@ -271,7 +271,9 @@ def flags_of(options: Mapping[str, Option], notes: list[str]) -> dict[str, list[
         elif name == "signal":
             flags |= _signal(option)
         elif name in _LEFT_OUT or (name == "export" and option.value == "ALL"):
-            notes.append(f"line {option.line}: {option}: {_LEFT_OUT.get(name, 'a run has the whole environment')}")
+            notes.append(
+                f"left out line {option.line}: {option}: {_LEFT_OUT.get(name, 'a run has the whole environment')}"
+            )
         elif name in WITH_VALUE | ALONE:
             flags.setdefault("sbatch", []).append(str(option).removeprefix("--"))
         elif name != "chdir":

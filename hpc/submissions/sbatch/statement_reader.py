@@ -271,7 +271,7 @@ class StatementReader:
         self.setup.append(SetupLine(line=line, text=self._with_counts(text)))
 
     def _note(self, line: int, text: str, reason: str) -> None:
-        self.notes.append(f"line {line}: {_short(text)}: {reason}")
+        self.notes.append(f"left out line {line}: {_short(text)}: {reason}")
 
     def _print(self, command: Command, line: int, text: str) -> None:
         if not any(map(_WRITES.match, command.redirects)):

@@ -57,13 +57,14 @@ def test_file_becomes_its_line(name: str, here: Path) -> None:
 
 def test_what_is_left_out_is_named_with_its_line_and_the_reason(here: Path) -> None:
     notes = translated((FILES / "torchrun_c10d.sbatch").read_text(), here).notes
+    rendezvous = "torchrun sets up the rendezvous"
     assert notes == (
-        "line 8: `nodes=( $( scontrol show hostnames $SLURM_JOB_NODELIST ) )`: torchrun sets up the rendezvous",
-        "line 9: `nodes_array=($nodes)`: torchrun sets up the rendezvous",
-        "line 10: `head_node=${nodes_array[0]}`: torchrun sets up the rendezvous",
-        'line 11: `head_node_ip=$(srun --nodes=1 --ntasks=1 -w "$head_node" ...`: torchrun sets up the rendezvous',
-        "line 13: `echo Node IP: $head_node_ip`: changes nothing for the ranks",
-        "line 16: srun torchrun: hpc submit starts the ranks, one per GPU",
+        f"left out line 8: `nodes=( $( scontrol show hostnames $SLURM_JOB_NODELIST ) )`: {rendezvous}",
+        f"left out line 9: `nodes_array=($nodes)`: {rendezvous}",
+        f"left out line 10: `head_node=${{nodes_array[0]}}`: {rendezvous}",
+        f'left out line 11: `head_node_ip=$(srun --nodes=1 --ntasks=1 -w "$head_node" ...`: {rendezvous}',
+        "left out line 13: `echo Node IP: $head_node_ip`: changes nothing for the ranks",
+        "left out line 16: srun torchrun: hpc submit starts the ranks, one per GPU",
     )
 
 
@@ -182,7 +183,7 @@ def test_lines_after_a_change_of_the_directory_run_there(here: Path) -> None:
 def test_options_after_the_first_command_are_ignored_as_slurm_does(here: Path) -> None:
     found = translated(job(ONE_GPU, "date", "#SBATCH --mem=4G", "python train.py"), here)
     assert "mem" not in found.flags
-    assert any("line 4: #SBATCH --mem=4G: Slurm ignores it after the first command" in note for note in found.notes)
+    assert any("line 4: Slurm ignores #SBATCH --mem=4G after the first command" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(
@@ -210,6 +211,14 @@ def test_typed_flags_win_over_those_of_the_file(here: Path) -> None:
     )
     typed = {"nodes": "4", "partition": "fast", "mem": "64G", "sbatch": ["mail-type=NONE"]}
     assert translated(text, here, typed).words == ["--gpus-per-node", "4"]
+
+
+def test_script_learns_that_no_line_asks_for_gpus_and_which_cpus_no_rank_gets(here: Path) -> None:
+    assert translated(job("python train.py"), here).notes == (
+        "no line asks for GPUs: one rank per node uses its CPUs (else type --gpus-per-node N)",
+    )
+    notes = translated(job("#SBATCH -c 6 --gpus=4", "torchrun --nproc-per-node=4 train.py"), here).notes
+    assert notes[0] == "4 ranks cannot share 6 CPUs per node equally: 2 are not asked for"
 
 
 def test_typed_number_of_gpus_settles_how_many_ranks_a_node_has(here: Path) -> None:
