@@ -14,7 +14,7 @@ from hpc.base.text import did_you_mean
 
 # Only the verb's own module is imported: `hpc cancel` must not wait for what `hpc submit` needs.
 _START = {
-    "submit": "submit a training run, or your own script",
+    "submit": "submit a training run, your own script, or a batch script of sbatch",
     "status": "list runs, or show one in detail",
     "logs": "print the output of a run's ranks",
     "cancel": "stop runs; hpc resume continues them",

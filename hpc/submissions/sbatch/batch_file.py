@@ -1,6 +1,5 @@
 """Reads a batch script, and checks that sbatch would take it. Runs on the login node."""
 
-import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -10,7 +9,6 @@ from hpc.base.text import did_you_mean
 
 _INTERPRETERS = {"bash", "sh"}
 _SUFFIXES = {".sbatch", ".slurm", ".sh", ".job"}
-_DIRECTIVE = re.compile(r"#SBATCH(\s.*)?")
 
 
 def read_batch_file(path: Path) -> str:
@@ -63,7 +61,7 @@ def directives(text: str) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]
     read, ignored = list[tuple[int, str]](), list[tuple[int, str]]()
     target = read
     for number, line in enumerate(text.splitlines(), 1):
-        if _DIRECTIVE.fullmatch(line):
+        if line.startswith("#SBATCH"):
             target.append((number, line.removeprefix("#SBATCH")))
         elif line.strip() and not line.strip().startswith("#"):
             target = ignored

@@ -22,7 +22,8 @@ _LEFT_OUT = {
     "output": _IN_LOG, "error": _IN_LOG, "open-mode": _IN_LOG, "requeue": "every run is requeued",
     "no-requeue": "every run is requeued until hpc cancel; --start-once if the script must not start twice",
     "no-kill": "set for several nodes", "get-user-env": "a run has this shell's environment",
-    "quiet": "no effect on the job", "verbose": "no effect on the job", "parsable": "no effect on the job",
+    "wait": "type --wait after the file", "test-only": "type --dry-run after the file", "quiet": "no effect on the job",
+    "verbose": "no effect on the job", "parsable": "no effect on the job",
 }  # fmt: skip
 COUNTS = {
     "nodes", "ntasks", "ntasks-per-node", "ntasks-per-gpu", "cpus-per-task", "gpus", "gpus-per-node", "gpus-per-task",
@@ -62,13 +63,17 @@ def read_directive(text: str, line: int) -> Iterator[Option]:
         UserError: sbatch lacks such an option, or would take a variable for its name.
     """
     # Also sbatch takes an unquoted # for the beginning of a comment, even within a word.
-    words = shlex.split(text, comments=True)
+    try:
+        words = shlex.split(text, comments=True)
+    except ValueError as error:
+        raise UserError(f"line {line}: a quote in #SBATCH{text} is not closed: close it") from error
     for word in words:
         if "$" in word or "`" in word:
             raise UserError(f"line {line}: Slurm expands no variables in #SBATCH lines: write the value in {word}")
     options, rest = read_options(words, line, LETTERS, _NO_VALUE)
     if rest:
-        raise UserError(f"line {line}: {rest[0]!r} is not an option of sbatch: write --NAME=VALUE")
+        advice = MANAGED_SBATCH.get(rest[0], "write --NAME=VALUE")
+        raise UserError(f"line {line}: {rest[0]!r} is not an option of sbatch that a run can have: {advice}")
     for option in options:
         yield Option(name=_full_name(option), value=option.value, line=line)
 
@@ -112,7 +117,7 @@ def _full_name(option: Option) -> str:
 
 LAYOUT_VARIABLES = {
     "SLURM_NNODES", "SLURM_JOB_NUM_NODES", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE",
-    "SLURM_CPUS_PER_TASK", "SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE",
+    "SLURM_CPUS_PER_TASK", "SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE", "SLURM_JOB_NAME",
 }  # fmt: skip
 """Slurm's variables whose values follow from the options."""
 
@@ -151,6 +156,10 @@ def layout_of(options: Mapping[str, Option], typed_nodes: str | None = None) -> 
     ntasks, per_node = options.get("ntasks"), options.get("ntasks-per-node")
     if nodes_option := options.get("nodes"):
         nodes = nodes_option.value.replace("-", ":")
+        if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", nodes):
+            raise UserError(
+                f"line {nodes_option.line}: {nodes_option}: write a number such as 2, or a range such as 2-4"
+            )
     elif typed_nodes:
         nodes = typed_nodes
     elif ntasks and per_node:
@@ -186,6 +195,7 @@ def _variables(options: Mapping[str, Option], nodes: str, tasks: int, gpus: int 
         "SLURM_NNODES": number, "SLURM_JOB_NUM_NODES": number, "SLURM_NTASKS": total, "SLURM_NPROCS": total,
         "SLURM_NTASKS_PER_NODE": tasks if "ntasks-per-node" in options else None,
         "SLURM_CPUS_PER_TASK": options["cpus-per-task"].number if "cpus-per-task" in options else None,
+        "SLURM_JOB_NAME": options["job-name"].value if "job-name" in options else None,
         "SLURM_GPUS_ON_NODE": gpus, "SLURM_GPUS_PER_NODE": gpus if "gpus-per-node" in options else None,
     }  # fmt: skip
     return {name: str(value) for name, value in values.items() if value is not None}
@@ -261,7 +271,9 @@ def flags_of(options: Mapping[str, Option], notes: list[str]) -> dict[str, list[
         elif name == "signal":
             flags |= _signal(option)
         elif name in _LEFT_OUT or (name == "export" and option.value == "ALL"):
-            notes.append(f"line {option.line}: {option}: {_LEFT_OUT.get(name, 'a run has the whole environment')}")
+            notes.append(
+                f"left out line {option.line}: {option}: {_LEFT_OUT.get(name, 'a run has the whole environment')}"
+            )
         elif name in WITH_VALUE | ALONE:
             flags.setdefault("sbatch", []).append(str(option).removeprefix("--"))
         elif name != "chdir":

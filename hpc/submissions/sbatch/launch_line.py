@@ -106,7 +106,7 @@ def is_launcher(words: Sequence[str]) -> bool:
         return words[1:2] == ["run"]
     if name == "env":
         return any(is_launcher([word]) for word in words[1:] if word != "env")
-    return name in {*_READERS, *_SHELLS, *_REFUSED} or bool(_PYTHON.fullmatch(name)) or name.endswith(".sh")
+    return name in {*_READERS, *_SHELLS, *_REFUSED} or bool(_PYTHON.fullmatch(name)) or name.endswith((".sh", ".py"))
 
 
 def read_launch(words: Sequence[str], line: int) -> Launch | ShellText:

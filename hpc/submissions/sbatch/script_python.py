@@ -13,15 +13,19 @@ from hpc.submissions.sbatch.statement_reader import SetupLine
 _CHOOSES = re.compile(r"(module|ml|source|\.|conda|mamba|micromamba|eval|cd)\s|(export\s+)?PATH=")
 _ASSIGNS = re.compile(r"(export\s+)?\w+=[^$`]*|(export\s+)?\w+=[\w./${}:-]*")
 _SECONDS = 60.0
+_ADVICE = "if it chooses the Python of the training, add --python ENV/bin/python"
+# Prints the numbers and errors of the lines that fail, and then the path of the program, each after a mark. A line runs
+# first in a subshell, for its error, and then in the shell.
 _MARK = "torchrelay:"
-# Each line is an argument. Its output is hidden, but for its last error; the last argument is the program.
 _PROGRAM = r"""
-while [ $# -gt 1 ]; do
-  errors=$( { eval "$1"; } 2>&1 >/dev/null </dev/null ) && eval "$1" >/dev/null 2>&1 </dev/null \
-    || printf '\ntorchrelay:failed:%s\t%s\n' "$1" "${errors##*$'\n'}"
-  shift
+program=$1 number=0
+shift
+for line in "$@"; do
+  error=$( { eval "$line"; } 2>&1 >/dev/null </dev/null ) && eval "$line" >/dev/null 2>&1 </dev/null \
+    || printf '\ntorchrelay:%d:%s\n' $number "${error##*$'\n'}"
+  number=$((number + 1))
 done
-printf '\ntorchrelay:found:%s\n' "$(type -P "$1")"
+printf '\ntorchrelay:%s\n' "$(type -P "$program")"
 """
 
 
@@ -30,31 +34,25 @@ def find_python(setup: Sequence[SetupLine], program: str, directory: Path) -> tu
 
     Runs the lines that may choose one, in Bash, as the job would.
     """
-    chosen = [line for line in setup if _CHOOSES.match(line.text) or _ASSIGNS.fullmatch(line.text)]
     if "/" in program:
         return _interpreter(directory / Path(program).expanduser()), []
-    if not any(_CHOOSES.match(line.text) for line in chosen):
+    lines = [line for line in setup if _CHOOSES.match(line.text) or _ASSIGNS.fullmatch(line.text)]
+    if not any(_CHOOSES.match(line.text) for line in lines):
         return None, []
-    done = subprocess.run(
-        ["bash", "-c", _PROGRAM, "bash", *(line.text for line in chosen), program],
-        cwd=directory, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=_SECONDS,
-        check=False,
-    )  # fmt: skip
-    answers = [line.removeprefix(_MARK) for line in done.stdout.splitlines() if line.startswith(_MARK)]
-    found = next((answer.removeprefix("found:") for answer in answers if answer.startswith("found:")), "")
-    numbers = {line.text: line.line for line in chosen}
+    command = ["bash", "-c", _PROGRAM, "bash", program, *(line.text for line in lines)]
+    try:
+        printed = subprocess.run(
+            command, cwd=directory, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+            timeout=_SECONDS, check=False,
+        ).stdout  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return None, [f"the lines before {program} take longer than {_SECONDS:.0f} s here: add --python ENV/bin/python"]
+    *failed, path = [line.removeprefix(_MARK) for line in printed.splitlines() if line.startswith(_MARK)] or [""]
     warnings = list[str]()
-    for answer in answers:
-        if answer.startswith("failed:"):
-            text, _, error = answer.removeprefix("failed:").partition("\t")
-            error = re.sub(r"^bash: line \d+: ", "", error)
-            warnings.append(
-                f"line {numbers.get(text, '?')}: {text!r} fails on this machine ({error or 'no message'}): if it "
-                "chooses the Python of the training, add --python ENV/bin/python"
-            )
-    if not found or found == shutil.which(program):
-        return None, warnings
-    return _interpreter(Path(found)), warnings
+    for number, _, error in (answer.partition(":") for answer in failed):
+        line, reason = lines[int(number)], re.sub(r"^bash: line \d+: ", "", error) or "no message"
+        warnings.append(f"line {line.line}: {line.text!r} fails on this machine ({reason}): {_ADVICE}")
+    return (_interpreter(Path(path)) if path and path != shutil.which(program) else None), warnings
 
 
 def _interpreter(program: Path) -> Path:

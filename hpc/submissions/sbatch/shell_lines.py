@@ -134,7 +134,7 @@ def expand(
             fields += more
         elif match := _ARITHMETIC.fullmatch(piece):
             fields[-1] += _sum(match[1], value_of) or unknown(f"{word} {_COMPUTED}")
-        elif piece.startswith(("$(", "${", "`")):
+        elif piece.startswith(("$(", "${", "`", "$'")):
             fields[-1] += unknown(f"{word} {_COMPUTED}")
         elif not is_quoted and (piece in {"*", "?"} or _BRACES.fullmatch(piece)):
             fields[-1] += unknown(
@@ -165,7 +165,8 @@ def _pieces(word: str) -> Iterator[tuple[str, bool, bool]]:
             yield word[at + (not keeps) : end].removeprefix("\n"), is_quoted, True
         else:
             match = _VARIABLE.match(word, at) or (None if is_quoted else _BRACES.match(word, at))
-            end = match.end() if match else _after(word, at) if character in "$`" else end
+            quote = 1 if word[at : end + 1] == "$'" and not is_quoted else 0
+            end = match.end() if match else _after(word, at + quote) if character in "$`" else end
             yield word[at:end], is_quoted, False
         at = end
 

@@ -138,7 +138,9 @@ class StatementReader:
             self._command(commands[0], line, _text(commands[0]))
             self._note(line, _text(commands[-1]), "hpc logs prints the output")
         else:
-            raise UserError(f"{_short(text)}: hpc submit does not understand {' '.join(sorted(operators))} here")
+            raise UserError(
+                f"{_short(text)}: hpc submit does not understand {' '.join(sorted(operators))} here: delete it"
+            )
 
     def _command(self, command: Command, line: int, text: str) -> None:
         """Read a simple command. `text` is the command as --setup would have it."""
@@ -152,15 +154,16 @@ class StatementReader:
         name, fields = words[assigned], [field for word in words[assigned:] for field in self._fields(word)]
         if not fields or name.startswith("(") or name.endswith("()"):
             raise UserError(f"{_short(text)} is a function or a subshell: write plain commands alone")
-        if name in {"mapfile", "readarray", "read"} and _ABOUT_NODES.search(text):
-            self._left_out.update(words[1:])
-            self._note(line, text, "torchrun sets up the rendezvous")
+        if fields == ["exec"]:
+            self._note(line, text, "hpc logs prints the output")
         elif _is_print(without_srun(fields, line)):
             self._print(command, line, text)
         elif self.launch is not None and name in _ENDS:
             self._note(line, text, "comes after the program")
         elif is_launcher(fields) and name not in _REFUSED:
             self._launch(fields, line, text)
+            if any(re.match(r"\d*<", redirect) for redirect in command.redirects):
+                raise UserError(f"{_short(text)} reads its input from <: give the file as an argument of the script")
             if command.redirects:
                 self._note(line, " ".join(command.redirects), "hpc logs prints the output")
         else:
@@ -169,6 +172,10 @@ class StatementReader:
     def _other_command(self, fields: Sequence[str], line: int, text: str) -> None:
         """Read a command that starts no program of a training."""
         name = fields[0]
+        if name in {"mapfile", "readarray", "read"} and _ABOUT_NODES.search(text):
+            self._left_out.update(fields[1:])
+            self._note(line, text, "torchrun sets up the rendezvous")
+            return
         if name in _REFUSED:
             raise UserError(f"{_short(text)} {_REFUSED[name]}")
         if self.launch is not None:
@@ -264,7 +271,7 @@ class StatementReader:
         self.setup.append(SetupLine(line=line, text=self._with_counts(text)))
 
     def _note(self, line: int, text: str, reason: str) -> None:
-        self.notes.append(f"line {line}: {_short(text)}: {reason}")
+        self.notes.append(f"left out line {line}: {_short(text)}: {reason}")
 
     def _print(self, command: Command, line: int, text: str) -> None:
         if not any(map(_WRITES.match, command.redirects)):

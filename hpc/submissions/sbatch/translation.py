@@ -30,7 +30,7 @@ class Translation:
     directory: Path
     """The directory in which to type the command line."""
     notes: tuple[str, ...]
-    """The lines that were left out, with the reasons."""
+    """Sentences about the lines that were left out, with the reasons, and about what no line says."""
 
     @property
     def script(self) -> tuple[str, ...]:
@@ -62,12 +62,14 @@ def translate(
     options = {option.name: option for number, line in read for option in read_directive(line, number)}
     flags = flags_of(options, notes)
     notes += [
-        f"line {number}: #SBATCH{line}: Slurm ignores it after the first command; move it up, or type the flag"
+        f"line {number}: Slurm ignores #SBATCH{line} after the first command: move it up, or type the flag"
         for number, line in ignored
     ]
     batch = layout_of(options, str(typed["nodes"]) if "nodes" in typed else None)
-    directory = directory / options["chdir"].value if "chdir" in options else directory
-    reader = StatementReader(directory, environment, {**batch.variables, "SLURM_SUBMIT_DIR": str(directory)})
+    start = directory / options["chdir"].value if "chdir" in options else directory
+    if not start.is_dir():
+        raise UserError(f"line {options['chdir'].line}: {options['chdir']}: there is no such directory here")
+    reader = StatementReader(start, environment, {**batch.variables, "SLURM_SUBMIT_DIR": str(directory)})
     reader.setup += [SetupLine(line=1, text=line) for line in _PROFILE if is_login_shell(text)]
     reader.read(statements(text))
     launch, line = reader.launch, reader.launch_line
@@ -80,7 +82,7 @@ def translate(
     }  # fmt: skip
     launchers = ["srun"] * (launch.step is not None) + [launch.python] * (not launch.starts_one_each)
     if launchers:
-        reader.notes.append(f"line {line}: {' '.join(launchers)}: hpc submit starts the ranks, one per GPU")
+        reader.notes.append(f"left out line {line}: {' '.join(launchers)}: hpc submit starts the ranks, one per GPU")
     return Translation(
         flags=without_typed(flags, typed), launch=launch, setup=tuple(setup), directory=reader.directory,
         notes=(*notes, *reader.notes),
@@ -124,24 +126,22 @@ def _resources(
     if cpus is not None:
         flags["cpus-per-gpu"] = [str(max(1, cpus // ranks))]
     if cpus is not None and cpus % ranks:
-        notes.append(f"{cpus % ranks} of the {cpus} CPUs per node, which {ranks} ranks cannot share equally")
+        notes.append(f"{ranks} ranks cannot share {cpus} CPUs per node equally: {cpus % ranks} are not asked for")
     return flags
 
 
 def _gpus(asked: int | None, processes: int | None, line: int, notes: list[str], *, is_settled: bool) -> int:
     """Return the GPUs per node. Raises UserError if they are not as many as the processes."""
-    if asked is None and processes is not None and processes > 1:
-        notes.append(f"no line, but one GPU is asked for each of the {processes} processes per node of line {line}")
-        return processes
     if asked is None:
-        notes.append(
-            "the GPUs, because no line asks for them: one rank per node uses its CPUs (else --gpus-per-node N)"
-        )
-        return 0
+        gpus = processes if processes is not None and processes > 1 else 0
+        each = f"each of the {gpus} processes per node of line {line} gets one"
+        effect = each if gpus else "one rank per node uses its CPUs (else type --gpus-per-node N)"
+        notes += [] if is_settled else [f"no line asks for GPUs: {effect}"]
+        return gpus
     if processes not in {None, asked} and not is_settled:
-        count, gpus = (f"{number} {noun}" for number, noun in ((processes, "processes"), (asked, "GPUs")))
+        count = "1 process" if processes == 1 else f"{processes} processes"
         raise UserError(
-            f"line {line}: the program starts {count} per node, which has {gpus}, and a run has one rank per GPU: type "
-            f"--gpus-per-node {asked} or {processes} after the file"
+            f"line {line}: the program starts {count} per node, which has {asked} GPU{'s' * (asked != 1)}, and a run "
+            f"has one rank per GPU: type --gpus-per-node {asked} or {processes} after the file"
         )
     return asked

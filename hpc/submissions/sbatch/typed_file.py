@@ -57,7 +57,7 @@ def replace_file(arguments: list[str], script: tuple[str, ...]) -> tuple[list[st
     own, warnings = _further_flags(translation, typed, here)
     os.chdir(translation.directory)
     _show(translation, [*translation.words, *own, *rest], here, as_json="--json" in rest)
-    for note in (*(f"left out {note}" for note in translation.notes), *(f"warning: {text}" for text in warnings)):
+    for note in (*translation.notes, *(f"warning: {text}" for text in warnings)):
         print(visible(f"hpc submit: {note}"), file=sys.stderr)
     return [*translation.words, *own, *rest], translation.script
 

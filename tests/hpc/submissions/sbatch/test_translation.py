@@ -57,13 +57,14 @@ def test_file_becomes_its_line(name: str, here: Path) -> None:
 
 def test_what_is_left_out_is_named_with_its_line_and_the_reason(here: Path) -> None:
     notes = translated((FILES / "torchrun_c10d.sbatch").read_text(), here).notes
+    rendezvous = "torchrun sets up the rendezvous"
     assert notes == (
-        "line 8: `nodes=( $( scontrol show hostnames $SLURM_JOB_NODELIST ) )`: torchrun sets up the rendezvous",
-        "line 9: `nodes_array=($nodes)`: torchrun sets up the rendezvous",
-        "line 10: `head_node=${nodes_array[0]}`: torchrun sets up the rendezvous",
-        'line 11: `head_node_ip=$(srun --nodes=1 --ntasks=1 -w "$head_node" ...`: torchrun sets up the rendezvous',
-        "line 13: `echo Node IP: $head_node_ip`: changes nothing for the ranks",
-        "line 16: srun torchrun: hpc submit starts the ranks, one per GPU",
+        f"left out line 8: `nodes=( $( scontrol show hostnames $SLURM_JOB_NODELIST ) )`: {rendezvous}",
+        f"left out line 9: `nodes_array=($nodes)`: {rendezvous}",
+        f"left out line 10: `head_node=${{nodes_array[0]}}`: {rendezvous}",
+        f'left out line 11: `head_node_ip=$(srun --nodes=1 --ntasks=1 -w "$head_node" ...`: {rendezvous}',
+        "left out line 13: `echo Node IP: $head_node_ip`: changes nothing for the ranks",
+        "left out line 16: srun torchrun: hpc submit starts the ranks, one per GPU",
     )
 
 
@@ -84,9 +85,13 @@ ONE_GPU = "#SBATCH --gpus-per-node=1"
         (["#SBATCH --gres=gpu:4", "#SBATCH --gpus-per-node=8", "python train.py"], "line 2: --gres=gpu:4 is 4 GPUs"),
         (["#SBATCH -N2 --ntasks-per-node=4 -n4", "srun python train.py"], "line 2: --ntasks=4, but line 2 has"),
         (["#SBATCH hello", "python train.py"], "line 2: 'hello' is not an option of sbatch"),
+        (["#SBATCH -D nowhere", "python train.py"], "line 2: --chdir=nowhere: there is no such directory"),
+        (["#SBATCH hetjob", "python train.py"], "heterogeneous jobs are not supported"),
+        (["#SBATCH -N two", "python train.py"], "line 2: --nodes=two: write a number"),
+        (["#SBATCH -J 'a", "python train.py"], "line 2: a quote in #SBATCH -J 'a is not closed"),
         (["#SBATCH --time=tomorrow", "python train.py"], "line 2: --time is 'tomorrow'"),
         # Numbers of processes that a run cannot have.
-        (["#SBATCH --gres=gpu:4", "python train.py"], "line 3: the program starts 1 processes per"),
+        (["#SBATCH --gres=gpu:4", "python train.py"], "line 3: the program starts 1 process per"),
         (["#SBATCH --gres=gpu:4", "torchrun --nproc-per-node 2 train.py"], "the program starts 2 processes"),
         (["#SBATCH -N2 --gres=gpu:1", "python train.py"], "line 3: without srun, the program starts on one"),
         (["#SBATCH --ntasks-per-node=4", "srun torchrun --nproc-per-node 4 t.py"], "line 3: srun starts 4 launchers"),
@@ -99,6 +104,8 @@ ONE_GPU = "#SBATCH --gpus-per-node=1"
         ([ONE_GPU, "srun python train.py &", "wait"], "line 3: `srun python train.py` runs in the background"),
         ([ONE_GPU, "cat list | python train.py"], "hpc submit does not understand |"),
         ([ONE_GPU, "python train.py || python train.py --resume"], "does not understand || here"),
+        ([ONE_GPU, "python train.py < list"], "reads its input from <"),
+        ([ONE_GPU, "./train.py"], "./train.py is not a program that hpc submit starts: write python"),
         ([ONE_GPU, "python a.py", "python b.py"], "line 4: `python b.py` is a second program after line 3"),
         ([ONE_GPU, "srun python a.py", "", "srun python b.py"], "line 5: `srun python b.py` is a second program"),
         ([ONE_GPU, "python train.py", "cp out.pt /results"], "line 4: `cp out.pt /results`"),
@@ -127,6 +134,7 @@ ONE_GPU = "#SBATCH --gpus-per-node=1"
         ([ONE_GPU, "python train.py $1"], "line 3: $1 is an argument of the batch script"),
         ([ONE_GPU, "python train.py --lr $LR"], "line 3: $LR is set neither in the file nor in this shell"),
         ([ONE_GPU, "python train.py data/*.npy"], "line 3: data/*.npy is a pattern"),
+        ([ONE_GPU, "python train.py $'a\\tb'"], "is computed"),
         (
             [ONE_GPU, "export MASTER_ADDR=$(hostname)", "python train.py --dist-url tcp://$MASTER_ADDR:1"],
             "line 4: $MASTER_ADDR is a part of the rendezvous",
@@ -175,7 +183,7 @@ def test_lines_after_a_change_of_the_directory_run_there(here: Path) -> None:
 def test_options_after_the_first_command_are_ignored_as_slurm_does(here: Path) -> None:
     found = translated(job(ONE_GPU, "date", "#SBATCH --mem=4G", "python train.py"), here)
     assert "mem" not in found.flags
-    assert any("line 4: #SBATCH --mem=4G: Slurm ignores it after the first command" in note for note in found.notes)
+    assert any("line 4: Slurm ignores #SBATCH --mem=4G after the first command" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(
@@ -203,6 +211,14 @@ def test_typed_flags_win_over_those_of_the_file(here: Path) -> None:
     )
     typed = {"nodes": "4", "partition": "fast", "mem": "64G", "sbatch": ["mail-type=NONE"]}
     assert translated(text, here, typed).words == ["--gpus-per-node", "4"]
+
+
+def test_script_learns_that_no_line_asks_for_gpus_and_which_cpus_no_rank_gets(here: Path) -> None:
+    assert translated(job("python train.py"), here).notes == (
+        "no line asks for GPUs: one rank per node uses its CPUs (else type --gpus-per-node N)",
+    )
+    notes = translated(job("#SBATCH -c 6 --gpus=4", "torchrun --nproc-per-node=4 train.py"), here).notes
+    assert notes[0] == "4 ranks cannot share 6 CPUs per node equally: 2 are not asked for"
 
 
 def test_typed_number_of_gpus_settles_how_many_ranks_a_node_has(here: Path) -> None:
