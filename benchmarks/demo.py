@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import tyro
 
@@ -33,7 +33,7 @@ DRILLS = {"worker-kill": (1 / 3, "killed a rank"), "preempt": (2 / 3, "preempted
 class Options:
     """Train, interrupt, and print what it cost."""
 
-    cluster: str = "slurm"
+    cluster: Literal["slurm", "local"] = "slurm"
     """slurm: with a killed rank and a preemption; local: with a killed rank."""
 
 
