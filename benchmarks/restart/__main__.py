@@ -51,8 +51,7 @@ from benchmarks.recovery.rivals import step_log
 from hpc.base.environment import PRELOAD
 from hpc.base.transport import pick_port
 from hpc.run.nodedir import NodeDir
-from jobs.ranks.torchrun import PROCESS_WRAPPER
-from jobs.ranks.torchrun_command import Rendezvous, torchrun_argv, torchrun_environment
+from jobs.ranks.torchrun_command import PROCESS_WRAPPER, Rendezvous, torchrun_argv, torchrun_environment
 from training.config.dataset_layout import FASHION_MNIST_DIRECTORY
 from training.config.train_config import TrainConfig
 from training.config.training_spec import Training, spec_argv, trainer_program

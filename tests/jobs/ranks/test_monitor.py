@@ -24,7 +24,7 @@ from jobs.node_attempt import NodeAttempt
 from jobs.ranks import monitor
 from jobs.ranks.input_check import InputCheck
 from jobs.ranks.monitor import NodeMonitor
-from jobs.ranks.torchrun import PROCESS_WRAPPER
+from jobs.ranks.torchrun_command import PROCESS_WRAPPER
 from jobs.stop_request import StopRequest
 
 

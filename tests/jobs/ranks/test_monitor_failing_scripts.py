@@ -15,8 +15,8 @@ from jobs.control.agent_clock import AgentClock
 from jobs.control.messages import RankFailure
 from jobs.control.root_failure import RootFailure
 from jobs.ranks.monitor import LocalRanks
-from jobs.ranks.torchrun import PROCESS_WRAPPER, Torchrun
-from jobs.ranks.torchrun_command import Rendezvous, torchrun_argv, torchrun_environment
+from jobs.ranks.torchrun import Torchrun
+from jobs.ranks.torchrun_command import PROCESS_WRAPPER, Rendezvous, torchrun_argv, torchrun_environment
 
 pytestmark = pytest.mark.slow
 # At each start, rank 1 fails in the next way and rank 0 loses its peer.

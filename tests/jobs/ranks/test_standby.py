@@ -17,8 +17,7 @@ from hpc.base.transport import pick_port
 from hpc.run.nodedir import NodeDir
 from jobs.ranks import WRAPPER
 from jobs.ranks.standby import Standby
-from jobs.ranks.torchrun import PROCESS_WRAPPER
-from jobs.ranks.torchrun_command import Rendezvous, torchrun_argv, torchrun_environment
+from jobs.ranks.torchrun_command import PROCESS_WRAPPER, Rendezvous, torchrun_argv, torchrun_environment
 
 SCRIPT = """
 import json, os, sys
