@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from datasets import load_from_disk
-from torchrelay.transformers import Relay
+from torchrelay.transformers import RelayTrainerCallback
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -45,7 +45,7 @@ def main() -> None:
     data = data.map(tokens, batched=True, remove_columns=data.column_names, keep_in_memory=True)
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=2))
-    trainer = Trainer(model, arguments, train_dataset=data, callbacks=[Relay()])
+    trainer = Trainer(model, arguments, train_dataset=data, callbacks=[RelayTrainerCallback()])
     newest = get_last_checkpoint(str(output)) if output.is_dir() else None
     trainer.train(resume_from_checkpoint=newest)
 

@@ -15,7 +15,7 @@ from lightning import LightningModule, Trainer, seed_everything
 from torch import nn
 from torch.utils.data import DistributedSampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
-from torchrelay.lightning import Relay
+from torchrelay.lightning import RelayCallback
 
 
 class Regression(LightningModule):
@@ -49,7 +49,7 @@ def main() -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # Its position is part of Lightning's checkpoint.
     loader = StatefulDataLoader(data, batch_size=16, sampler=DistributedSampler(data, ranks, rank))
-    relay = Relay(checkpoint_seconds=args.checkpoint_seconds)
+    relay = RelayCallback(checkpoint_seconds=args.checkpoint_seconds)
     use_gpu = torch.cuda.is_available()
     trainer = Trainer(
         num_nodes=args.nodes, devices=int(os.environ["LOCAL_WORLD_SIZE"]), accelerator="gpu" if use_gpu else "cpu",

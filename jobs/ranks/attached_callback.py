@@ -43,9 +43,9 @@ def _attach(trainer: ModuleType) -> None:
             is_handled = signal.getsignal(signal.SIGTERM) not in {signal.SIG_IGN, signal.SIG_DFL}
             if arguments.save_strategy == "no" or is_handled or not is_connected:
                 return
-            from torchrelay.transformers import Relay  # noqa: PLC0415
+            from torchrelay.transformers import RelayTrainerCallback  # noqa: PLC0415
 
-            self.relay = Relay()
+            self.relay = RelayTrainerCallback()
             print(_SAYS, file=sys.stderr, flush=True)
             self.relay.on_train_begin(arguments, state, control, **others)
 

@@ -19,7 +19,7 @@ import os, sys, time, torch
 from lightning import LightningModule, Trainer, seed_everything
 from torch.utils.data import DistributedSampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
-from torchrelay.lightning import Relay
+from torchrelay.lightning import RelayCallback
 
 class Regression(LightningModule):
     def __init__(self):
@@ -37,7 +37,7 @@ seed_everything(0)
 data = TensorDataset(torch.randn(640, 4))
 rank, ranks, devices = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
 loader = StatefulDataLoader(data, batch_size=8, sampler=DistributedSampler(data, ranks, rank))
-model, relay = Regression(), Relay(checkpoint_seconds=1.0)
+model, relay = Regression(), RelayCallback(checkpoint_seconds=1.0)
 trainer = Trainer(
     accelerator="cpu", devices=devices, num_nodes=ranks // devices, max_epochs=10, callbacks=[relay],
     log_every_n_steps=5, logger=False, enable_checkpointing=False, enable_progress_bar=False,
@@ -49,7 +49,7 @@ if rank == 0:
 """
 TRANSFORMERS = """
 import os, time, torch
-from torchrelay.transformers import Relay
+from torchrelay.transformers import RelayTrainerCallback
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -70,7 +70,7 @@ arguments = TrainingArguments(
     "output", num_train_epochs=10, per_device_train_batch_size=8, save_steps=30, save_total_limit=2, logging_steps=5,
     report_to=[], disable_tqdm=True, use_cpu=True, ddp_backend="gloo",
 )
-trainer = Trainer(model=model, args=arguments, train_dataset=Numbers(), callbacks=[Relay()])
+trainer = Trainer(model=model, args=arguments, train_dataset=Numbers(), callbacks=[RelayTrainerCallback()])
 trainer.train(resume_from_checkpoint=get_last_checkpoint("output") if os.path.isdir("output") else None)
 if int(os.environ["RANK"]) == 0:
     torch.save(model.state_dict(), "final.pt")

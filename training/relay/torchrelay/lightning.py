@@ -2,9 +2,9 @@
 
 For example::
 
-    from torchrelay.lightning import Relay
+    from torchrelay.lightning import RelayCallback
 
-    relay = Relay()
+    relay = RelayCallback()
     trainer = Trainer(callbacks=[relay], ...)
     trainer.fit(model, StatefulDataLoader(...), ckpt_path=relay.checkpoint)
 
@@ -24,7 +24,7 @@ from .rank_exchange import all_gather_bytes, ranks
 from .this_rank import THIS_RANK, check_no_later_attempt
 
 
-class Relay(Callback):  # type: ignore[misc]  # mypy does not look at Lightning, which need not be installed
+class RelayCallback(Callback):  # type: ignore[misc]  # Lightning need not be installed
     """Saves Lightning's checkpoint at times and when Slurm stops the job, and then ends the ranks with exit code 0."""
 
     def __init__(self, *, checkpoint_seconds: float = 600.0) -> None:
@@ -42,6 +42,13 @@ class Relay(Callback):  # type: ignore[misc]  # mypy does not look at Lightning,
     def checkpoint(self) -> Path | None:
         """The path of the run's checkpoint, for `ckpt_path`; None if the run has none yet."""
         return self._file if self._file and self._file.exists() else None
+
+    def on_load_checkpoint(self, trainer: Any, _module: Any, checkpoint: dict[str, Any]) -> None:
+        """Tell the sampler its epoch: Lightning does so too late for an interrupted epoch, whose loader has begun."""
+        source = trainer.fit_loop._data_source  # noqa: SLF001 - no hook sees the loader before it begins
+        sampler = getattr(source.instance, "sampler", None)
+        if set_epoch := getattr(sampler, "set_epoch", None):
+            set_epoch(checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"])
 
     def on_train_start(self, trainer: Any, _module: Any) -> None:
         """Replace Lightning's handler of SIGTERM, which ends the training before anything is saved."""

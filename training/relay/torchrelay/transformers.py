@@ -2,9 +2,9 @@
 
 For example::
 
-    from torchrelay.transformers import Relay
+    from torchrelay.transformers import RelayTrainerCallback
 
-    trainer = Trainer(model, arguments, train_dataset=data, callbacks=[Relay()])
+    trainer = Trainer(model, arguments, train_dataset=data, callbacks=[RelayTrainerCallback()])
     trainer.train(resume_from_checkpoint=get_last_checkpoint(arguments.output_dir))
 
 Where Slurm stops the job, the Trainer saves its own checkpoint of that step, with the position in the epoch, and the
@@ -21,7 +21,7 @@ from .progress_files import progress_files
 from .rank_exchange import ranks
 
 
-class Relay(TrainerCallback):  # type: ignore[misc]  # mypy does not look at Transformers, which need not be installed
+class RelayTrainerCallback(TrainerCallback):  # type: ignore[misc]  # Transformers need not be installed
     """Has the Trainer save and end when Slurm stops the job, and reports what it logs."""
 
     def __init__(self) -> None:
