@@ -1,4 +1,4 @@
-"""What it costs a script that its optimizer steps are counted (jobs.ranks.step_counter).
+"""What it costs a script that its optimizer steps are counted (jobs.ranks.script.step_counter).
 
     .venv/bin/python -m benchmarks.step_counter
 
@@ -15,7 +15,7 @@ from statistics import median
 import torch
 
 from benchmarks.harness import Findings, Flags, Sample, benchmark, spread, take_turns
-from jobs.ranks.step_counter import StepCounter
+from jobs.ranks.script.step_counter import StepCounter
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ PROTOCOL = "TORCHRELAY_PROTOCOL"
 HEARTBEAT = "TORCHRELAY_HEARTBEAT"
 """Path of the file into which a rank writes its heartbeat. The process wrapper of each rank sets this variable."""
 CALLBACKS = "TORCHRELAY_CALLBACKS"
-"""`off` if the user wants no callback in the Trainer of an unchanged script (jobs.ranks.attached_callback)."""
+"""`off` if the user wants no callback in the Trainer of an unchanged script (jobs.ranks.script.attached_callback)."""
 
 # Our own processes on a node set these for each other.
 DEVICE = "TORCHRELAY_DEVICE"

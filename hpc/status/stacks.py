@@ -17,7 +17,7 @@ from hpc.status.log_reader import Tail, origin_of
 _ERROR = "Fatal Python error: "
 _FRAME = re.compile(r'  File ".*", line .* in ')
 # A rank is a fork of torchrun: from this frame outwards, its stack is that of every rank.
-_STARTS_THE_PROGRAM = re.compile(r'/jobs/ranks/(forked_script|process_wrapper)\.py", line ')
+_STARTS_THE_PROGRAM = re.compile(r'/jobs/ranks/((script/)?forked_script|process_wrapper)\.py", line ')
 _RUNPY = 'File "<frozen runpy>", line '
 
 

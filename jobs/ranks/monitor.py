@@ -22,7 +22,7 @@ from jobs.control.silent_nodes import Patience
 from jobs.node_attempt import NodeAttempt, log
 from jobs.ranks.input_check import InputCheck
 from jobs.ranks.left_out_files import find_left_out
-from jobs.ranks.step_counter import read_count
+from jobs.ranks.script.step_counter import read_count
 from jobs.stop_request import StopRequest
 
 # The most failures in a status: enough that a busy head node's agent misses none. The event files have all failures.

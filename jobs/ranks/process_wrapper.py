@@ -35,8 +35,8 @@ from hpc.base.traceback_text import describe_exception
 from jobs.compat import has_queried_gpus_before_the_fork
 from jobs.ranks import WRAPPER
 from jobs.ranks.helper_processes import ToldToEnd, protect_helper_processes
+from jobs.ranks.script.step_counter import read_count
 from jobs.ranks.slurm_variables import task_variables
-from jobs.ranks.step_counter import read_count
 
 _IN_A_FORK = ("-m", "script")
 _GPU_FILES = "/dev/nvidia"
@@ -246,7 +246,7 @@ def _become(program: tuple[str, ...]) -> None:
     name_process(f"rank-{rank}", command, f"rank {rank}/{os.environ.get('WORLD_SIZE', '?')}")
     protect_helper_processes()
     if program[0] == "script":
-        from jobs.ranks.forked_script import run_script  # noqa: PLC0415  # the other forms need nothing of it
+        from jobs.ranks.script.forked_script import run_script  # noqa: PLC0415  # the other forms need nothing of it
 
         run_script(program[1:])
     sys.argv = list(program[1:])

@@ -1,6 +1,6 @@
 """The private names of Python and torch that jobs needs still exist: a test fails with what would break.
 
-What the functions do, tests/jobs/ranks/test_forked_script.py shows with real ranks.
+What the functions do, tests/jobs/ranks/script/test_forked_script.py shows with real ranks.
 """
 
 import atexit

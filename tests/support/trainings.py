@@ -29,8 +29,8 @@ from PIL import Image
 from hpc.base.transport import pick_port
 from hpc.run.events import ledger
 from hpc.run.rundir import RunDir
-from jobs.ranks.forked_script import run_script
 from jobs.ranks.helper_processes import protect_helper_processes
+from jobs.ranks.script.forked_script import run_script
 from support.cluster import ROOT
 from support.events import record_of
 from support.step_signals import send_to_step

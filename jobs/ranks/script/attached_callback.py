@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from hpc.base.environment import CALLBACKS
-from jobs.ranks.step_counter import after_import
+from jobs.ranks.script.step_counter import after_import
 
 _SAYS = (
     "torchrelay: when Slurm stops the job, this Trainer saves its own checkpoint, and the run continues with it "

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.optim import SGD, AdamW, Optimizer
 
-from jobs.ranks.step_counter import StepCounter, read_count
+from jobs.ranks.script.step_counter import StepCounter, read_count
 
 
 @pytest.fixture

@@ -21,10 +21,10 @@ from typing import Any
 from hpc.base.environment import HEARTBEAT
 from jobs import compat
 from jobs.compat import end_threads_and_run_exit_functions, leave_multiprocessing, run_module_as_main
-from jobs.ranks.attached_callback import attach_callbacks
-from jobs.ranks.step_counter import count_steps
+from jobs.ranks.script.attached_callback import attach_callbacks
+from jobs.ranks.script.step_counter import count_steps
 
-_ROOT = str(Path(__file__).parents[2])
+_ROOT = str(Path(__file__).parents[3])
 _OURS = frozenset({"hpc", "jobs", "torchrelay", "training"})
 
 

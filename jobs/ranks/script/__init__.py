@@ -1,0 +1,1 @@
+"""What Torchrelay does in the process of a user's script. Runs on compute nodes."""
