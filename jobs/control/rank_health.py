@@ -19,8 +19,8 @@ _SCRIPT_PHASE = "script"
 UNWATCHED = "unwatched"
 """Phase of a rank that writes no heartbeats, whose signs of life are what its processes do."""
 COUNTED = "counted"
-"""Phase of a rank that writes no heartbeats, but whose optimizer steps are counted (jobs.ranks.script.step_counter). What its
-processes do is also a sign of life: an evaluation does no steps."""
+"""Phase of a rank that writes no heartbeats, but whose optimizer steps are counted (jobs.ranks.script.step_counter).
+What its processes do is also a sign of life: an evaluation does no steps."""
 _STOPPED = "T"
 _STUCK = {_STOPPED: "is stopped", "t": "is stopped by a debugger", "D": "waits in the kernel for a device or storage"}
 _SILENT_PHASES = frozenset({UNWATCHED, COUNTED})
