@@ -37,8 +37,7 @@ def _attach(trainer: ModuleType) -> None:
 
         def on_train_begin(self, arguments: Any, state: Any, control: Any, **others: Any) -> None:
             """Import torchrelay only now: its import handles the signals."""
-            from torch import distributed  # noqa: PLC0415
-
+            distributed = sys.modules["torch"].distributed  # the Trainer has imported torch
             is_connected = arguments.world_size == 1 or distributed.is_initialized()
             is_handled = signal.getsignal(signal.SIGTERM) not in {signal.SIG_IGN, signal.SIG_DFL}
             if arguments.save_strategy == "no" or is_handled or not is_connected:
