@@ -38,7 +38,7 @@ def accelerate_style(case: Case, device: torch.device) -> Iterator[None]:
 
 def fit_with_lightning(case: Case, ranks: int, step_done: Callable[[], None]) -> None:
     """Train with Lightning's Trainer, which calls `step_done` after each step, for ever."""
-    from lightning import (  # type: ignore[import-not-found]  # noqa: PLC0415  # see the module
+    from lightning import (  # noqa: PLC0415  # see the module
         Callback,
         LightningModule,
         Trainer,
