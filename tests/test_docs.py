@@ -114,9 +114,7 @@ def test_environment_variables_are_those_of_the_code() -> None:
     ours = r"\b(?:TORCHRELAY|SBATCH)_[A-Z_]+\b"
     named = set(re.findall(ours, page))
     # Between our own processes, and for tests.
-    internal = {"CALLED", "DEVICE", "FAULT", "HEARTBEAT", "NEXT_CLAIM", "PARENT", "PRELOAD", "PYTHONPATH", "RESTARTS",
-                "SECRET",
-                "SNAPSHOTS", "STOP_SIGNAL"}  # fmt: skip
+    internal = {"CALLED", "DEVICE", "FAULT", "PARENT", "PRELOAD", "PYTHONPATH", "RESTARTS", "SECRET"}
     assert named == set(re.findall(ours, code)) - {f"TORCHRELAY_{name}" for name in internal} | {"SBATCH_EXPORT"}
     of_others = {"LOCAL_WORLD_SIZE", "XDG_CONFIG_HOME"}  # torchrun's, and platformdirs'
     for name in set(re.findall(r"`([A-Z][A-Z_]+)`", page)) - named - of_others:
