@@ -42,8 +42,8 @@ def test_runs_on_storage_without_hard_links_are_refused_at_submission(tmp_path: 
 def test_doctor_finds_storage_without_hard_links(tmp_path: Path) -> None:
     assert missing_features(tmp_path) == []
     assert list(tmp_path.iterdir()) == []
-    imports = "from pathlib import Path; from hpc.commands.cluster.doctor import inspect_login"
-    look = f"{imports}; print(inspect_login(Path('runs')))"
+    imports = "from pathlib import Path; from hpc.commands.cluster.doctor import DoctorOptions, inspect_login"
+    look = f"{imports}; print(inspect_login(DoctorOptions(runs_dir=Path('runs'))))"
     assert "HARD_LINKS" in python_where_refused(LINKS, "-c", look, cwd=tmp_path).stdout
 
 
