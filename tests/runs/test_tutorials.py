@@ -70,7 +70,7 @@ def follow(page: Path, site: Site, waits: dict[int, Callable[[], object]], **env
         waits.get(number, lambda: None)()
         for command in (shlex.split(one) for one in commands):
             if command[0] == "hpc" and command[1] != "testbed":
-                done = site.hpc(*command[1:], COLUMNS="120", **environment)
+                done = site.hpc(*command[1:], COLUMNS="160", **environment)
                 assert done.returncode == 0, done.stderr
                 if expected:
                     assert_shown(expected, done.stdout)

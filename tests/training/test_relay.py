@@ -223,7 +223,7 @@ def test_library_that_is_not_of_the_runs_version_says_so_at_each_call_and_writes
     done = run_forked(REFUSED.format(library=library), directory=tmp_path / "code", **variables)
     found = [bool(re.match(f"OtherVersionError {copy} is of .*{advice}", line)) for line in done.stdout.splitlines()]
     assert found == [True] * 3, done.stdout + done.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["code", "events"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["code", "events", "heartbeat.steps"]
     assert not list((tmp_path / "events").iterdir())
 
 

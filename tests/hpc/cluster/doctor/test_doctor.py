@@ -122,7 +122,9 @@ def test_measurements_are_of_the_last_attempt(tmp_path: Path) -> None:
 
 
 def srun_of(resources: Resources, runs_dir: Path, *names: str) -> list[str]:
-    job = NodeJob(name="doctor", resources=resources, network=Network(), names=names, stage_dir=Path("/tmp"))
+    job = NodeJob(
+        name="doctor", resources=resources, network=Network(), names=names, stage_dir=Path("/tmp"), python="python3"
+    )  # fmt: skip
     return srun_argv(job, runs_dir)
 
 
@@ -131,11 +133,11 @@ def test_srun_requests_the_resources_of_submit(tmp_path: Path) -> None:
     argv = srun_of(resources, tmp_path, "gpu01", "gpu02")
     asked = {"--nodes=2", "--gpus-per-node=4", "--partition=gpu", "--account=me", "--nodelist=gpu01,gpu02", "--x=y"}
     assert asked <= set(argv)
-    assert argv[-7:] == ["jobs.node_probe", "doctor", str(tmp_path), "/tmp", "4", "", ""]
+    assert argv[-8:] == ["jobs.node_probe", "doctor", str(tmp_path), "/tmp", "4", "", "", "python3"]
     without_gpus = srun_of(Resources(gpus_per_node="0", partition="cpu", time="10m"), tmp_path)
     assert "--cpus-per-task=1" in without_gpus
     assert not any(word.startswith("--gpu") for word in without_gpus)
-    assert without_gpus[-3] == "0"
+    assert without_gpus[-4] == "0"
 
 
 def test_reports_of_tasks_that_print_at_the_same_time() -> None:

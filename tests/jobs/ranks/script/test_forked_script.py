@@ -260,7 +260,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_steps_are_counted_until_the_rank_is_killed(code: Path, run: Callable[..., tuple[int, str]]) -> None:
     (code / "train.py").write_text(STEPS)
     exit_code, log = run(code, "train.py")
-    assert exit_code == -signal.SIGKILL, log
+    assert exit_code % 256 == -signal.SIGKILL % 256, log  # of the rank, or of the process that has forked it
     [failure] = [json.loads(path.read_bytes()) for path in NodeDir(code).exits.glob("[0-9]*.json")]
     assert failure["counted_steps"] == 7
     assert failure["step"] is None, "it would decide whether the same failure has repeated"
