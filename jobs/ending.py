@@ -71,9 +71,8 @@ def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coo
         node, coordinator.signal, failure.cause if failure else Cause.CRASHED, done=coordinator.done
     )
     cause = cause_of(ending)
-    last_step, counted = None, coordinator.counted.done
+    last_step, counted = None, None if node.reports_steps else coordinator.counted.done
     if node.reports_steps:
-        counted = None
         # Take the last step that any rank has done, because the metrics may be some steps behind.
         failed_step = failure.step if failure else 0
         last_step = max(failed_step or 0, coordinator.last_step, handover.last_step(node.run) or 0)

@@ -27,6 +27,7 @@ from hpc.run.own_packages import packages_alone
 from hpc.run.rundir import RunDir
 from hpc.run.spec import Network
 from hpc.slurm import client as slurm
+from hpc.slurm.srun import users_pythonpath
 from jobs import claim
 from jobs.control.addresses import head_hosts, interface_of, own_addresses
 from jobs.control.channel import ControlChannel, ControlClient, ControlServer
@@ -206,8 +207,7 @@ def run_ranks(probe: Probe, channel: ControlChannel, secret: str, module: list[s
     program = [probe.python, "-u", "-P", "-m", *module]
     argv = torchrun_argv(rendezvous, probe.num_gpus or 1, address, probe.python, program, max_restarts=0)
     with packages_alone() as packages:
-        # The first two directories are ours (own_pythonpath).
-        environment["PYTHONPATH"] = ":".join([packages, *os.environ.get("PYTHONPATH", "").split(":")[2:]])
+        environment["PYTHONPATH"] = ":".join([packages, *users_pythonpath(os.environ.get("PYTHONPATH", ""))])
         done = subprocess.run(
             ["timeout", "--signal=INT", "--kill-after=10", str(_RANKS_SECONDS), *argv],
             env=torchrun_environment(rendezvous, environment), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

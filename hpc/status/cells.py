@@ -39,6 +39,11 @@ def step(row: Summary) -> str:
     return or_dash(row.step) + (f"/{row.total_steps}" if row.step and row.total_steps else "")
 
 
+def counted_steps(row: Summary) -> str:
+    """Format the steps that a script has done since its ranks started; empty if they are not counted."""
+    return "" if not row.counted_steps else f"{row.counted_steps} step{'s' * (row.counted_steps > 1)}"
+
+
 def steps_lost(interruption: Interruption) -> str:
     """Format the steps that an interruption cost; if only their largest possible number is known, as ≤ 57."""
     if interruption.steps_lost_at_most is not None:

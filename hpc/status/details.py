@@ -45,7 +45,7 @@ def _facts(row: Summary) -> dict[str, str]:
         "on CPUs" if cells.is_on_cpu(row) else "GPUs": "" if row.gpus is None else cells.gpus(row),
         "device": "" if cells.is_on_cpu(row) else row.device or "",
         "progress": _joined(
-            f"{row.counted_steps} steps since the ranks started",
+            f"{cells.counted_steps(row)} since the ranks started",
             _named("", row.steps_per_second, "{:.3g} steps/s"),
         )
         if row.counted_steps

@@ -15,7 +15,7 @@ from hpc.base.text import visible
 from hpc.commands import cli
 from hpc.run.events.downtime import Interruption
 from hpc.run.rundir import RunDir
-from hpc.status.cells import interruptions, wait_reason
+from hpc.status.cells import counted_steps, interruptions, wait_reason
 from hpc.status.details import interruption_table, training_progress
 from hpc.status.run_view import StatusCache
 from hpc.status.script_files import with_written_files
@@ -106,7 +106,8 @@ def progress(row: Summary) -> str:
     """Return the progress of a run in one line."""
     if row.state == "pending":
         return ": ".join(filter(None, ["pending", wait_reason(row)]))
-    counted = "" if row.counted_steps is None else f"{row.counted_steps} steps"
-    known = ", ".join(filter(None, [counted, row.last_output.line if row.last_output else training_progress(row)]))
+    known = ", ".join(
+        filter(None, [counted_steps(row), row.last_output.line if row.last_output else training_progress(row)])
+    )
     interrupted = f" (interrupted: {interruptions(row)})" if row.interruptions else ""
     return f"attempt {row.attempt or 1}: {known or 'starting'}{interrupted}"

@@ -142,7 +142,9 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
     started, checked, budget = history.last(TrainStarted), history.last(Preflight), history.budget
     ranks = history.last(RanksStarted)
     own_script = records.spec is not None and records.spec.train is None
-    warnings = unknown_restarts(history, len(interruptions)) if own_script else []
+    warnings = warnings_of(history, completed=state == "completed")
+    warnings += unknown_restarts(history, len(interruptions)) if own_script else []
+    warnings += [] if state in TERMINAL else _full_storage(run)
     resubmitted, job_id = history.last(Resubmitted), job.job_id if job else history.last_job_id
     reports_nothing = own_script and bool(attempts) and "step" not in train
     return Summary(
@@ -170,11 +172,7 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
         interruptions=tuple(interruptions),
         recovery=convert(recovery_by_cause(interruptions), dict[str, RecoveryCost]),
         budget=Budgets(used=convert(budget.used, tuple[UsedBudget, ...]), same_failure_twice=budget.is_repeated),
-        warnings=[
-            *warnings_of(history, completed=state == "completed"),
-            *warnings,
-            *([] if state in TERMINAL else _full_storage(run)),
-        ],
+        warnings=warnings,
         staging=_staging(history) if state == "running" else None,
         unsent=convert(unsent_messages(history), tuple[UnsentMessage, ...]),
         trackers=_trackers(history, records.spec),

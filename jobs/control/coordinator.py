@@ -117,6 +117,11 @@ class Coordinator:
         others = (status.signal for status in self._server.statuses().values() if status.signal)
         return self._stop.name or next(others, None)
 
+    @property
+    def _world_size(self) -> int:
+        """The number of ranks of the current round."""
+        return len(self._server.directive.members) * self._node.spec.resources.ranks_per_node
+
     def poll(self) -> None:
         """Check all statuses once: handle failures, then choose the members of the round or end the attempt."""
         if self._server.directive.over:
@@ -299,8 +304,7 @@ class Coordinator:
 
     def _count_steps(self, heartbeats: dict[int, RankHeartbeat], starts: list[RankStart]) -> None:
         """Note how many steps the ranks of a script have done, and record it for `hpc status`."""
-        world_size = len(self._server.directive.members) * self._node.spec.resources.ranks_per_node
-        if first_step := self.counted.update(heartbeats.values(), starts, world_size):
+        if first_step := self.counted.update(heartbeats.values(), starts, self._world_size):
             self._node.record(first_step)
         if record := self.counted.to_record():
             self._node.storage.ask(partial(self._node.show_steps, record), otherwise=None)
@@ -310,8 +314,7 @@ class Coordinator:
         directive = self._server.directive
         if directive.preflight or directive.paused or self._stop or self._root_failure.is_settling:
             return
-        world_size = len(directive.members) * self._node.spec.resources.ranks_per_node
-        event = self._starts.find(directive.round, world_size, starts) if directive.members else None
+        event = self._starts.find(directive.round, self._world_size, starts) if directive.members else None
         if event is not None:
             self._node.record(event)
         if isinstance(event, RanksEnded):

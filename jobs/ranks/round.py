@@ -37,10 +37,10 @@ from hpc.run.events.history import History
 from hpc.run.events.kinds import Checked
 from hpc.run.events.resumption import current_spec
 from hpc.run.nodedir import NodeDir
-from hpc.run.rundir import LIBRARY
 from hpc.run.spec import RunSpec
 from hpc.run.spec_file import Program
 from hpc.services.tracking.tracker import rank_variables
+from hpc.slurm.srun import users_pythonpath
 from jobs.control.addresses import interface_of
 from jobs.control.channel import ALONE, ControlChannel
 from jobs.control.messages import Directive
@@ -243,8 +243,7 @@ def _command(
         environment |= node_lists(allocation.hostnames, directive.members)
     # Use the user's own PYTHONPATH, with the additions of --setup and without our packages.
     given = environment.pop(PYTHONPATH, environment.get("PYTHONPATH", ""))
-    ours = {"", str(run.packages), str(run.packages / LIBRARY)}
-    path = [] if spec.container else [entry for entry in given.split(":") if entry not in ours]
+    path = [] if spec.container else users_pythonpath(given, run.packages)
     program, code = _program(node, directive), spec.code_directory(run)
     first = [entry.format(code=code, packages=run.packages) for entry in program.import_path]
     if first:

@@ -295,7 +295,8 @@ def without_typed(flags: Mapping[str, list[str]], typed: Mapping[str, object]) -
     """Return the flags of a file that no flag typed after it replaces. --setup adds to those of the file."""
     given = typed.get("sbatch")
     typed_keys = {str(option).partition("=")[0] for option in (given if isinstance(given, list) else [])}
-    typed_keys |= _MEMORY_OPTIONS if {"mem", *typed_keys} & _MEMORY_OPTIONS & {*typed, *typed_keys} else set()
+    if _MEMORY_OPTIONS & {*typed, *typed_keys}:
+        typed_keys |= _MEMORY_OPTIONS
     kept = {name: values for name, values in flags.items() if name not in typed or name in {"setup", "sbatch"}}
     kept["sbatch"] = [option for option in kept.get("sbatch", []) if option.partition("=")[0] not in typed_keys]
     if typed_keys & _MEMORY_OPTIONS:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from hpc.base import program
 from hpc.base.errors import UserError
@@ -17,11 +17,11 @@ from hpc.base.flags import POSITIONAL
 from hpc.base.text import visible
 from hpc.commands import cli
 from hpc.submissions.options import SubmitScript, SubmitTraining
-from hpc.submissions.sbatch.batch_file import read_batch_file
 from hpc.submissions.sbatch.sbatch_advice import explain
-from hpc.submissions.sbatch.script_python import find_python
-from hpc.submissions.sbatch.translation import Translation, translate
 from hpc.submissions.user_python import user_environment
+
+if TYPE_CHECKING:
+    from hpc.submissions.sbatch.translation import Translation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +47,12 @@ def replace_file(arguments: list[str], script: tuple[str, ...]) -> tuple[list[st
             f"{name} and -- {shlex.join(script)} are both given: leave out -- and what follows, because {name} starts "
             f"a program, too; or leave out {name}"
         )
-    path, here = Path(name), Path.cwd()
-    text = read_batch_file(path)
+    # Most submissions name no batch script, and need not compile the patterns of these modules.
+    from hpc.submissions.sbatch.batch_file import read_batch_file  # noqa: PLC0415
+    from hpc.submissions.sbatch.translation import translate  # noqa: PLC0415
+
+    here = Path.cwd()
+    text = read_batch_file(Path(name))
     try:
         translation = translate(text, here, os.environ, typed)
     except UserError as error:
@@ -74,8 +78,10 @@ def _read(arguments: Sequence[str]) -> dict[str, Any]:
         raise
 
 
-def _further_flags(translation: Translation, typed: dict[str, Any], here: Path) -> tuple[list[str], list[str]]:
+def _further_flags(translation: "Translation", typed: dict[str, Any], here: Path) -> tuple[list[str], list[str]]:
     """Return --runs-dir if the training starts elsewhere, --python if the batch script chooses one, and warnings."""
+    from hpc.submissions.sbatch.script_python import find_python  # noqa: PLC0415
+
     words, warnings = list[str](), list[str]()
     if translation.directory != here and not (runs_dir := cli.runs_dir(typed).expanduser()).is_absolute():
         words = ["--runs-dir", str(here / runs_dir)]
@@ -87,7 +93,7 @@ def _further_flags(translation: Translation, typed: dict[str, Any], here: Path) 
     return words, warnings
 
 
-def _show(translation: Translation, words: Sequence[str], here: Path, *, as_json: bool) -> None:
+def _show(translation: "Translation", words: Sequence[str], here: Path, *, as_json: bool) -> None:
     shown = [word for word in words if word != "--dry-run"]
     line = f"{cli.own_command()} submit {shlex.join([*shown, '--', *translation.script])}"
     if translation.directory != here:

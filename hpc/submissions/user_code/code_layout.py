@@ -92,13 +92,10 @@ def lay_out(
         if directory in seen or any(f"{directory}/".startswith(f"{name}/") for name in whole):
             continue
         seen.add(directory)
-        if directory not in with_content and _has_content(root / directory):
-            # os.walk and Path.rglob would not enter the links in it. They enter a link that they are given.
-            whole.append(directory)
-            links.append(directory)
-            continue
+        # os.walk and Path.rglob would not enter the links in such a directory. They enter a link that they are given.
+        must_be_link = directory not in with_content and _has_content(root / directory)
         most = _MOST_LINKS_BESIDE_SCRIPT if directory in fixed else _MOST_LINKS
-        entries = _entries(root / directory, most)
+        entries = [] if must_be_link else _entries(root / directory, most)
         if len(entries) > most:
             if directory in fixed:
                 raise UserError(
@@ -106,8 +103,8 @@ def lay_out(
                     "the data into a directory below it, or submit with --in-place"
                 )
             crowded.append(directory)
+        if must_be_link or len(entries) > most:
             whole.append(directory)
-            links.append(directory)
             continue
         directories.append(directory)
         for entry in entries:
@@ -119,7 +116,7 @@ def lay_out(
     inside = tuple(f"{name}/" for name in whole)
     return CodeLayout(
         copies=tuple(sorted(name for name in copies if not name.startswith(inside))),
-        links=tuple(sorted(links)),
+        links=tuple(sorted([*links, *whole])),
         directories=tuple(sorted(name for name in directories if name)),
         crowded=tuple(crowded),
     )
