@@ -75,7 +75,7 @@ def drills(run: Path) -> dict[str, list[dict[str, Any]]]:
     lost = found["node killed, a spare takes over"][0]["node"]
     hpc("testbed", "revive-node", lost)
     head = status(run)["attempts"][-1]["nodes"][0]
-    found["head node killed"] = play(run, "node-kill", f"--node={head}")
+    found["first node killed"] = play(run, "node-kill", f"--node={head}")
     return found
 
 

@@ -37,7 +37,7 @@ from hpc.slurm.client import hostnames
 
 # Each five failures in a row are these in some order: ranks fail more often than nodes.
 _MIX = ("worker killed", "worker killed", "hung", "preempted")
-_NODE = ("node killed", "head node killed")
+_NODE = ("node killed", "first node killed")
 # A killed node then has its power back.
 _BACK_AFTER_SECONDS = 60.0
 

@@ -42,7 +42,7 @@ _CLUSTER = {
 }
 _GROUPS = {"start": _START, "runs": _RUNS, "cluster": _CLUSTER}
 VERBS = {**_START, **_RUNS, **_CLUSTER}
-# Programs of the trainer. Without `hpc`, `python -m MODULE` would import a `training` in the current directory instead.
+# The classifier's programs. Without `hpc`, `python -m MODULE` would import a `training` in the current directory.
 PROGRAMS = {
     "train": ("training", "train on this machine, without Slurm"),
     "predict": ("training.inference.predict", "predict the classes of images"),
@@ -106,7 +106,7 @@ def _print_help() -> None:
 
 
 def _run_program(verb: str, arguments: list[str]) -> int:
-    """Run a program of the trainer, and return its exit code. With -P, it imports no package of the current directory.
+    """Run a program of the classifier, and return its exit code. With -P, it imports nothing of the current directory.
 
     The classifier replaces this process. The preflight may run in another Python, that of the user's scripts.
     """

@@ -1,7 +1,7 @@
 """The node agent: claims or joins an attempt, stages the data, takes part in the rounds, and continues the run.
 
-Runs on compute nodes, one task per node: `python -m jobs.agent RUN_DIR`. The head node's agent coordinates the attempt
-(jobs.control.coordinator); the other agents report to it and follow its directive. If the head node is lost, another
+Runs on compute nodes, one task per node: `python -m jobs.agent RUN_DIR`. The first node's agent coordinates the attempt
+(jobs.control.coordinator); the other agents report to it and follow its directive. If the first node is lost, another
 agent continues the run (jobs.ending).
 """
 
@@ -28,17 +28,17 @@ from hpc.run.nodedir import HeldNodeDir
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from jobs import claim
-from jobs.control.addresses import head_hosts, own_addresses
+from jobs.control.addresses import first_node_hosts, own_addresses
 from jobs.control.channel import ControlChannel, ControlClient, ControlServer
 from jobs.control.coordinator import Coordinator
 from jobs.control.messages import OVER, Directive, NodeStatus, Phase
 from jobs.control.run_dir_watch import RunDirGoneError, RunDirWatch
 from jobs.deferral import must_wait
 from jobs.ending import (
-    await_loss_of_head,
+    await_loss_of_first_node,
     conclude,
     conclude_failed_agent,
-    replace_headless_job,
+    replace_job_without_first_node,
     save_snapshot,
     take_over,
 )
@@ -64,7 +64,7 @@ from jobs.stop_request import StopRequest
 
 _POLL_SECONDS = 0.1
 _JOIN_SECONDS = 600.0
-# A node tries all names and addresses of the head node: each may take 2 s, or more if a name server does not answer.
+# A node tries all names and addresses of the first node: each may take 2 s, or more if a name server does not answer.
 _MEET_SECONDS = 60.0
 # A larger clock difference makes the times in events/ misleading.
 _MAX_SKEW_SECONDS = 5.0
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
     run = RunDir(Path(argv[0]))
     stop = StopRequest()
     stop.install()
-    # Shells and systemd allow 1,024 open files by default; the head's agent has a connection to every other node.
+    # Shells and systemd allow 1,024 open files by default; the first node's agent has a connection to every other node.
     raise_open_files_limit()
     allocation = find_allocation(os.environ)
     # hpc.cluster.drill_faults finds the agent by the first two words.
@@ -86,9 +86,9 @@ def main(argv: list[str]) -> int:
     except Exception as error:  # noqa: BLE001 - the last resort
         log(_describe(error))
         exit_code = EXIT_NO_SPACE if isinstance(error, OSError) and error.errno in DISK_FULL else 1
-    # On Slurm, only the head's exit code may fail the job, because srun exits with the highest exit code of its tasks.
+    # On Slurm, only the first node's exit code may fail the job: srun exits with the highest exit code of its tasks.
     # With --cluster local, submitit requeues if any task exits with LOCAL_REQUEUE_RETURN_CODE.
-    return exit_code if allocation.is_head or exit_code == LOCAL_REQUEUE_RETURN_CODE else 0
+    return exit_code if allocation.is_first or exit_code == LOCAL_REQUEUE_RETURN_CODE else 0
 
 
 def _run_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation, stop: StopRequest) -> int:
@@ -96,7 +96,7 @@ def _run_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation, stop: S
     if on_storage(partial(claim.refuse_if_complete, run, allocation)):
         return 0
     channel: ControlChannel
-    if allocation.is_head:
+    if allocation.is_first:
         if on_storage(partial(must_wait, run, spec, allocation)):
             return 0
         secret = secrets.token_hex(16)
@@ -116,12 +116,12 @@ def _run_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation, stop: S
     else:
         try:
             joined = claim.join(run, allocation, lambda: bool(stop), _JOIN_SECONDS)
-        except claim.HeadLostError as error:
-            return replace_headless_job(run, spec, allocation, str(error))
+        except claim.FirstNodeLostError as error:
+            return replace_job_without_first_node(run, spec, allocation, str(error))
         if joined is None:
             return 0
         attempt, status = joined, NodeStatus(node_rank=allocation.node_rank)
-        hosts = head_hosts(allocation.head, attempt.addresses, spec.network.interface)
+        hosts = first_node_hosts(allocation.first_node, attempt.addresses, spec.network.interface)
         channel = ControlClient(hosts, attempt.port, attempt.secret, status, timeout_seconds=spec.stage_timeout_seconds)
     writer = claim.event_file(run, attempt.attempt, allocation.node_rank)
     node = NodeAttempt(run=run, spec=spec, allocation=allocation, attempt=attempt, writer=writer)
@@ -182,7 +182,7 @@ def _describe(error: Exception) -> str:
 
 
 def _fail(node: NodeAttempt, channel: ControlChannel, stop: StopRequest, error: Exception) -> int:
-    """After an error, end this node's part in the attempt; on the head node, end the attempt. Returns the exit code."""
+    """End this node's part in the attempt after an error; on the first node, end the attempt. Returns the exit code."""
     if isinstance(error, RunDirGoneError):
         return _leave_without_run(node, channel, error)
     phase, cause = (Phase.FAILED, Cause.CRASHED) if _is_defect(error) else (Phase.BAD_NODE, Cause.BAD_NODE)
@@ -198,7 +198,7 @@ def _fail(node: NodeAttempt, channel: ControlChannel, stop: StopRequest, error: 
 
 
 def _leave_without_run(node: NodeAttempt, channel: ControlChannel, error: RunDirGoneError) -> int:
-    """End this node's part in the attempt, and on the head node the job, without a run directory. Returns 1."""
+    """End this node's part in the attempt, and on the first node the job, without a run directory. Returns 1."""
     channel.report(phase=Phase.FAILED, detail=str(error))
     if isinstance(channel, ControlServer):
         log(str(error))
@@ -271,15 +271,15 @@ class _Agent:
             log(str(error))
 
     def _record_joined(self) -> None:
-        """Wait until the head node's agent answers; record this node's clock skew and free space."""
+        """Wait until the first node's agent answers; record this node's clock skew and free space."""
         node, channel, allocation = self._node, self._channel, self._node.allocation
         _addresses(node.spec, allocation)
         if isinstance(channel, ControlClient) and not channel.met.wait(_MEET_SECONDS):
             channel.check()
             tried = ", ".join(channel.hosts)
             raise TorchrelayError(
-                f"{node.host} cannot reach the agent on {allocation.head}, port {node.attempt.port}, at {tried}: is "
-                "there a firewall between the nodes (use --port-range), or must they use another network (--interface)?"
+                f"{node.host} cannot reach the agent on {allocation.first_node}, port {node.attempt.port}, at {tried}: "
+                "is there a firewall between the nodes (--port-range), or must they use another network (--interface)?"
             )
         skew = channel.clock_skew_seconds
         joined = Joined(
@@ -291,7 +291,7 @@ class _Agent:
         )
         node.record(joined)
         if abs(skew) > _MAX_SKEW_SECONDS:
-            log(f"the clock of {node.host} is {-skew:+.1f} s off that of {allocation.head}")
+            log(f"the clock of {node.host} is {-skew:+.1f} s off that of {allocation.first_node}")
 
     def _next_round(self) -> Directive | None:
         """Wait for a round that includes this node; return its directive, or None if this node must leave."""
@@ -304,18 +304,18 @@ class _Agent:
         return None
 
     def _leave(self, channel: ControlClient) -> int:
-        """End this node's part in the attempt, or take over if the head node is lost. Returns the exit code."""
-        is_lost = channel.head_is_silent and not channel.directive.over
-        if is_lost or (not channel.met.is_set() and not self._stop and await_loss_of_head(self._node)):
+        """End this node's part in the attempt, or take over if the first node is lost. Returns the exit code."""
+        is_lost = channel.first_node_is_silent and not channel.directive.over
+        if is_lost or (not channel.met.is_set() and not self._stop and await_loss_of_first_node(self._node)):
             return take_over(self._node, channel, self._monitor)
         if channel.directive.saver == self._node.allocation.node_rank and not self._node.run.final_result.exists():
-            # The head node may have taken no part in the rounds, and then has no snapshot.
+            # The first node may have taken no part in the rounds, and then has no snapshot.
             save_snapshot(self._node, self._monitor.node_dir)
         phase = channel.status.phase
         channel.report(phase=phase if phase in OVER else Phase.LEFT, heartbeats=())
-        # If the head node dies before its agent has saved a snapshot and recorded the end, this agent does both.
-        while (channel.directive.over or (self._stop and channel.met.is_set())) and not channel.head_has_ended:
-            if channel.head_is_silent:
+        # If the first node dies before its agent has saved a snapshot and recorded the end, this agent does both.
+        while (channel.directive.over or (self._stop and channel.met.is_set())) and not channel.first_node_has_ended:
+            if channel.first_node_is_silent:
                 return take_over(self._node, channel, self._monitor)
             time.sleep(_POLL_SECONDS)
         channel.close()

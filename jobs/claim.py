@@ -25,14 +25,14 @@ from jobs.node_attempt import STORAGE_SECONDS, NodeAllocation, ask_slurm, await_
 _POLL_SECONDS = 0.5
 # Slurm gives an ending job KillWait, seldom more than a minute, to save.
 _ENDING_SECONDS = 120.0
-# A live head node's agent claims within seconds. After this time, the other agents ask Slurm whether the node is dead.
+# A live first node's agent claims within seconds. After this time, the other agents ask Slurm whether the node is dead.
 _LOOK_SECONDS = 30.0
 # Longer than a fail-over of Slurm's controller (SlurmctldTimeout, 120 s), but shorter than other agents wait to join.
 _CONTROLLER_SECONDS = 480.0
 
 
-class HeadLostError(TorchrelayError):
-    """The head node was lost before its agent had claimed an attempt."""
+class FirstNodeLostError(TorchrelayError):
+    """The first node was lost before its agent had claimed an attempt."""
 
 
 def event_file(run: RunDir, attempt: int, node_rank: int) -> EventWriter:
@@ -81,12 +81,12 @@ def _was_replaced(history: History, allocation: NodeAllocation) -> bool:
 
 
 def refuse_if_complete(run: RunDir, allocation: NodeAllocation) -> bool:
-    """Return whether the run is complete. If so, the head's agent records that this job start makes no attempt."""
+    """Return whether the run is complete. If so, the first node's agent records that this job makes no attempt."""
     if not run.final_result.exists():
         return False
     reason = f"run {run.name} is complete, so this job starts nothing: to train longer, type {_resume(run)} --epochs N"
     log(reason)
-    if allocation.is_head:
+    if allocation.is_first:
         refuse(run, allocation, reason)
     return True
 
@@ -117,7 +117,7 @@ def claim(
 ) -> Attempt:  # fmt: skip
     """Claim the next attempt of the run for this job.
 
-    The agents of the other nodes find the head node's agent on `port`, at one of the `addresses`.
+    The agents of the other nodes find the first node's agent on `port`, at one of the `addresses`.
 
     Raises:
         TorchrelayError: another agent was quicker, or this start of the job has already made an attempt.
@@ -131,7 +131,7 @@ def claim(
         time=time.time(), attempt=number, job_id=allocation.job_id, restart=allocation.restart, secret=secret,
         nodes=tuple(allocation.hostnames), port=port, addresses=tuple(addresses), start_once=start_once,
     )  # fmt: skip
-    # Use the head node's event file even if the agent of another node claims, so that only one claim can succeed.
+    # Use the first node's event file even if the agent of another node claims, so that only one claim can succeed.
     if not record_once(claim_file(run, number), claimed):
         raise TorchrelayError(f"attempt {number} of run {run.name} has just been claimed by another job")
     return attempts_of([claimed])[0]
@@ -162,13 +162,13 @@ def why_nothing_started(history: History, allocation: NodeAllocation) -> str | N
 def join(
     run: RunDir, allocation: NodeAllocation, stopped: Callable[[], bool], timeout_seconds: float
 ) -> Attempt | None:
-    """Wait until the head node claims an attempt for this job start. Returns None if `stopped` returns true first.
+    """Wait until the first node claims an attempt for this job start. Returns None if `stopped` returns true first.
 
-    The timeout restarts while the storage is full or hangs, because the head node's agent then waits, too.
+    The timeout restarts while the storage is full or hangs, because the first node's agent then waits, too.
 
     Raises:
-        HeadLostError: the head node is dead, and Slurm has noticed.
-        TorchrelayError: the head node's agent made no attempt or no claim in time, or the attempt has already ended.
+        FirstNodeLostError: the first node is dead, and Slurm has noticed.
+        TorchrelayError: the first node's agent made no attempt or no claim in time, or the attempt has already ended.
         OSError: the run directory cannot be read.
     """
     began = time.monotonic()
@@ -192,23 +192,23 @@ def join(
             deadline = now + timeout_seconds
         if now > deadline:
             raise TorchrelayError(
-                f"the agent on the head node {allocation.head} did not start within {timeout_seconds:.0f} s: see the "
-                "job's log in logs/"
+                f"the agent on the first node, {allocation.first_node}, did not start within {timeout_seconds:.0f} s: "
+                "see the job's log in logs/"
             )
         if now > look_at:
             look_at = now + _LOOK_SECONDS
-            if has_lost_head(allocation):
-                raise HeadLostError(f"{allocation.head}, the head node, was lost before its agent started")
+            if has_lost_first_node(allocation):
+                raise FirstNodeLostError(f"{allocation.first_node}, the first node, was lost before its agent started")
         time.sleep(_POLL_SECONDS)
     return None
 
 
-def has_lost_head(allocation: NodeAllocation) -> bool:
-    """Return whether Slurm has removed the dead head node from this job; False also if Slurm does not answer."""
+def has_lost_first_node(allocation: NodeAllocation) -> bool:
+    """Return whether Slurm has removed the dead first node from this job; False also if Slurm does not answer."""
     if allocation.cluster != "slurm":
         return False
     try:
         job = slurm.jobs().get(allocation.job_id)
-        return job is not None and slurm.is_headless(job)
+        return job is not None and slurm.lacks_first_node(job)
     except TorchrelayError:
         return False

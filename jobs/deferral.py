@@ -1,4 +1,4 @@
-"""Requeues a job that has started too early, because its run waits for other runs. Runs on the head node.
+"""Requeues a job that has started too early, because its run waits for other runs. Runs on the first node.
 
 A job starts too early if the jobs of the other runs have ended, but those runs go on in new jobs
 (hpc.slurm.predecessors).

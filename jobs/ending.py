@@ -1,6 +1,6 @@
 """Ends an attempt, and continues the run if it may restart. Runs on compute nodes.
 
-The head node's agent concludes the attempt (`conclude`). If the head node is lost, exactly one other agent takes over
+The first node's agent concludes the attempt (`conclude`). If the first node is lost, exactly one other agent takes over
 (`take_over`).
 """
 
@@ -53,7 +53,7 @@ _SPARE_SECONDS = 5.0
 _CONFIRM_SECONDS = 15.0
 
 
-# --- the head node's agent ---
+# --- the first node's agent ---
 
 
 def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coordinator: Coordinator) -> int:
@@ -99,10 +99,10 @@ def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coo
 
 
 def conclude_failed_agent(node: NodeAttempt, failure: Cause, detail: str, signal: str | None = None) -> int:
-    """Conclude the attempt on behalf of a head node's agent that has failed.
+    """Conclude the attempt on behalf of a first node's agent that has failed.
 
     Args:
-        node: the head node's part in the attempt.
+        node: the first node's part in the attempt.
         failure: the cause to record, unless the run is finished, or the user or Slurm ended the attempt.
         detail: what failed.
         signal: the signal that asked the agent to stop, if one did.
@@ -158,7 +158,7 @@ def _follows_a_dead_start(node: NodeAttempt) -> bool:
 def _continue_run(node: NodeAttempt, cause: Cause, job_state: JobState, nodes: LostNodes) -> int:
     """After the recorded end of an attempt, continue the run if it may restart, and notify its user.
 
-    Returns the exit code of the head node's agent.
+    Returns the exit code of the first node's agent.
     """
     exit_code = _start_next(node, cause, job_state, nodes)
     start_notifying(node).join()
@@ -226,23 +226,23 @@ def _inspect_ending(node: NodeAttempt, signal: str | None, failure: Cause, *, do
     )
 
 
-# --- another node's agent, after the head node is lost ---
+# --- another node's agent, after the first node is lost ---
 
 
 def take_over(node: NodeAttempt, channel: ControlClient, monitor: NodeMonitor) -> int:
-    """End the attempt whose head node is lost, and start the next one, unless another agent does.
+    """End the attempt whose first node is lost, and start the next one, unless another agent does.
 
     Returns the exit code.
     """
-    failed_at, head = steady_time() - channel.silent_seconds, node.allocation.head
-    detail = f"lost contact with {head}"
+    failed_at, host = steady_time() - channel.silent_seconds, node.allocation.first_node
+    detail = f"lost contact with {host}"
     log(detail)
-    node.record(NodeLost(node=head, last_heard=failed_at, detail=detail))
+    node.record(NodeLost(node=host, last_heard=failed_at, detail=detail))
     if node.allocation.node_rank not in channel.directive.members:
         time.sleep(_SPARE_SECONDS)
-    has_yielded = not _confirm_head_is_lost(node)
+    has_yielded = not _confirm_first_node_is_lost(node)
     if has_yielded:
-        # The head's agent goes on without this node, but it may be cut off from Slurm, or die with its node.
+        # The first node's agent goes on without this node, but it may be cut off from Slurm, or die with its node.
         channel.report(phase=Phase.LEFT)
         if not _is_left_undone(node):
             _end_replaced_job(node, monitor)
@@ -255,7 +255,7 @@ def take_over(node: NodeAttempt, channel: ControlClient, monitor: NodeMonitor) -
     cause = Cause.CANCELLED if is_cancelled_now(node.run) else Cause.NODE_FAILURE
     number = node.attempt.attempt
     ended = AttemptEnded(
-        attempt=number, cause=cause, step=step, detail=detail, failed_at=failed_at, node=head,
+        attempt=number, cause=cause, step=step, detail=detail, failed_at=failed_at, node=host,
         counted_steps=None if node.reports_steps else monitor.counted_steps,
     )  # fmt: skip
     first = record_end(node, ended)
@@ -267,15 +267,15 @@ def take_over(node: NodeAttempt, channel: ControlClient, monitor: NodeMonitor) -
     # A large snapshot may take minutes to save; without a heartbeat the supervisor would end this job meanwhile.
     send_heartbeats(node.run)
     save_snapshot(node, monitor.node_dir)
-    nodes = LostNodes(lost=[head], alive=[head] if channel.head_has_ended else [])
+    nodes = LostNodes(lost=[host], alive=[host] if channel.first_node_has_ended else [])
     if not node.history().may_restart or not start_next_attempt(node, nodes):
         end_job(node)
     start_notifying(node).join()
     return 0
 
 
-def replace_headless_job(run: RunDir, spec: RunSpec, allocation: NodeAllocation, detail: str) -> int:
-    """Replace a job whose head node was lost before its agent claimed an attempt. Returns the exit code.
+def replace_job_without_first_node(run: RunDir, spec: RunSpec, allocation: NodeAllocation, detail: str) -> int:
+    """Replace a job whose first node was lost before its agent claimed an attempt. Returns the exit code.
 
     Raises:
         TorchrelayError: another agent or the supervisor replaces it, or the run was cancelled.
@@ -287,21 +287,21 @@ def replace_headless_job(run: RunDir, spec: RunSpec, allocation: NodeAllocation,
     node = NodeAttempt(run=run, spec=spec, allocation=allocation, attempt=attempt, writer=writer)
     step = (handover.last_step(run) or 0) if spec.program.reports_steps else None
     number = attempt.attempt
-    ended = AttemptEnded(attempt=number, cause=Cause.NODE_FAILURE, step=step, detail=detail, node=allocation.head)
+    ended = AttemptEnded(attempt=number, cause=Cause.NODE_FAILURE, step=step, detail=detail, node=allocation.first_node)
     if record_end(node, ended):
-        if not start_next_attempt(node, LostNodes(lost=[allocation.head])):
+        if not start_next_attempt(node, LostNodes(lost=[allocation.first_node])):
             end_job(node)
         start_notifying(node).join()
     return 0
 
 
-def _confirm_head_is_lost(node: NodeAttempt) -> bool:
-    """Wait up to 15 s for others' reports. Return True if the head node is lost, False if this node is cut off."""
+def _confirm_first_node_is_lost(node: NodeAttempt) -> bool:
+    """Wait up to 15 s for others' reports. Return True if the first node is lost, False if this node is cut off."""
     deadline = time.monotonic() + _CONFIRM_SECONDS
     while node.on_slurm and time.monotonic() < deadline:
         if handover.has_ended(node.run, node.attempt.attempt):
             return True
-        confirmed = head_is_lost(node.reported_lost(), node.allocation)
+        confirmed = first_node_is_lost(node.reported_lost(), node.allocation)
         if confirmed is not None:
             return confirmed
         time.sleep(_CONFIRM_POLL_SECONDS)
@@ -309,25 +309,25 @@ def _confirm_head_is_lost(node: NodeAttempt) -> bool:
     return True
 
 
-def head_is_lost(lost: list[str], allocation: NodeAllocation) -> bool | None:
-    """Return whether the head node is lost: False if this node is cut off, None if no other agent confirms it. Pure.
+def first_node_is_lost(lost: list[str], allocation: NodeAllocation) -> bool | None:
+    """Return whether the first node is lost: False if this node is cut off, None if no other agent confirms it. Pure.
 
-    `lost` names a node once for each agent that has reported its loss. One report of the head node is this agent's.
+    `lost` names a node once for each agent that has reported its loss. One report of the first node is this agent's.
     """
     if allocation.host in lost:
         return False
     others = set(allocation.hostnames) - {allocation.host, *lost}
-    return True if not others or lost.count(allocation.head) > 1 else None
+    return True if not others or lost.count(allocation.first_node) > 1 else None
 
 
-def await_loss_of_head(node: NodeAttempt) -> bool:
-    """Wait until Slurm reports that the job has lost its head node, whose agent this agent has never reached.
+def await_loss_of_first_node(node: NodeAttempt) -> bool:
+    """Wait until Slurm reports that the job has lost its first node, whose agent this agent has never reached.
 
     Returns False if an agent has ended the attempt, or if Slurm reports no loss within 15 minutes.
     """
     deadline = time.monotonic() + SLURM_SECONDS
     while node.on_slurm and time.monotonic() < deadline and not handover.has_ended(node.run, node.attempt.attempt):
-        if claim.has_lost_head(node.allocation):
+        if claim.has_lost_first_node(node.allocation):
             return True
         time.sleep(_LOOK_SECONDS)
     return False
@@ -352,7 +352,7 @@ def _is_left_undone(node: NodeAttempt) -> bool:
 
 
 def _end_replaced_job(node: NodeAttempt, monitor: NodeMonitor) -> None:
-    """End this job if the head node died after it had submitted the next job, but before it could end this one.
+    """End this job if the first node died after it had submitted the next job, but before it could end this one.
 
     Slurm would keep a job with some live nodes until its time limit, and the next job waits for those nodes.
     """

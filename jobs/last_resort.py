@@ -1,7 +1,7 @@
 """The batch script's last resort: if no agent has ended the attempt and continued the run, this module does it.
 
 In the first second of their job step, a signal kills agents, because they cannot handle it yet. A defect or lack of
-memory may end them at any time. The batch script outlives them (hpc.slurm.executor) and runs, on the head node:
+memory may end them at any time. The batch script outlives them (hpc.slurm.executor) and runs, on the first node:
 
     python -m jobs.last_resort RUN_DIR EXIT_CODE_OF_SRUN
     python -m jobs.last_resort RUN_DIR EXIT_CODE SETUP_LINE

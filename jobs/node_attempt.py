@@ -63,8 +63,8 @@ class NodeAllocation:
         return self.job_id, self.restart
 
     @property
-    def is_head(self) -> bool:
-        """Whether this is the head node, whose agent claims the attempt, coordinates it, and asks for the requeue."""
+    def is_first(self) -> bool:
+        """Whether this is the first node, whose agent claims the attempt, coordinates it, and asks for the requeue."""
         return self.node_rank == 0
 
     @property
@@ -78,8 +78,8 @@ class NodeAllocation:
         return self.cluster != "local" and len(os.sched_getaffinity(0)) == self.cpus
 
     @property
-    def head(self) -> str:
-        """Host name of the head node, on which srun's task 0 runs."""
+    def first_node(self) -> str:
+        """Host name of the first node, on which srun's task 0 runs."""
         return self.hostnames[0]
 
     @property

@@ -29,7 +29,7 @@ from hpc.run.spec import Network
 from hpc.slurm import client as slurm
 from hpc.slurm.srun import users_pythonpath
 from jobs import claim
-from jobs.control.addresses import head_hosts, interface_of, own_addresses
+from jobs.control.addresses import first_node_hosts, interface_of, own_addresses
 from jobs.control.channel import ControlChannel, ControlClient, ControlServer
 from jobs.control.messages import Directive, NodeStatus
 from jobs.node_attempt import NodeAllocation, find_allocation
@@ -161,7 +161,7 @@ def meet(probe: Probe, stack: ExitStack) -> tuple[ControlChannel, str]:
     """
     allocation, network = probe.allocation, probe.network
     deadline = time.monotonic() + _MEET_SECONDS
-    if allocation.is_head:
+    if allocation.is_first:
         secret, addresses = secrets.token_hex(16), own_addresses(network.interface)
         server = ControlServer(secret, allocation.num_nodes, network.ports)
         stack.callback(server.close)
@@ -171,23 +171,23 @@ def meet(probe: Probe, stack: ExitStack) -> tuple[ControlChannel, str]:
         while missing := others - server.statuses().keys():
             if time.monotonic() > deadline:
                 names = ", ".join(allocation.names(missing))
-                raise TorchrelayError(f"{names} did not reach {allocation.head} at {', '.join(addresses)}")
+                raise TorchrelayError(f"{names} did not reach {allocation.first_node} at {', '.join(addresses)}")
             time.sleep(_POLL_SECONDS)
         server.directive = Directive(round=1, host=server.own_address, port=pick_port(network.ports))
         return server, secret
     try:
         claimed = claim.join(probe.run, allocation, lambda: False, _MEET_SECONDS)
     except TorchrelayError as error:
-        raise TorchrelayError(f"{allocation.head} wrote nothing to the runs directory ({error})") from error
+        raise TorchrelayError(f"{allocation.first_node} wrote nothing to the runs directory ({error})") from error
     assert claimed is not None  # noqa: S101  # nothing stops this node
-    hosts = head_hosts(allocation.head, claimed.addresses, network.interface)
+    hosts = first_node_hosts(allocation.first_node, claimed.addresses, network.interface)
     client = ControlClient(hosts, claimed.port, claimed.secret, NodeStatus(node_rank=allocation.node_rank))
     stack.callback(client.close)
     if not client.met.wait(_MEET_SECONDS):
-        raise TorchrelayError(f"{allocation.host} does not reach {allocation.head} at {', '.join(hosts)}")
+        raise TorchrelayError(f"{allocation.host} does not reach {allocation.first_node} at {', '.join(hosts)}")
     while not client.directive.round:
-        if time.monotonic() > deadline + _MEET_SECONDS or client.head_is_silent:
-            raise TorchrelayError(f"{allocation.host} reached {allocation.head}, but not all other nodes did")
+        if time.monotonic() > deadline + _MEET_SECONDS or client.first_node_is_silent:
+            raise TorchrelayError(f"{allocation.host} reached {allocation.first_node}, but not all other nodes did")
         time.sleep(_POLL_SECONDS)
     return client, claimed.secret
 
@@ -257,7 +257,7 @@ def stage(probe: Probe, channel: ControlChannel, secret: str, stage_dir: Path, s
     deadline = time.monotonic() + _STAGE_SECONDS
 
     def watch(_: CopyProgress | None) -> bool:
-        if group.is_head:
+        if group.is_first:
             group.update()
         return time.monotonic() > deadline
 

@@ -38,7 +38,7 @@ WORKER_KILLED = "worker killed"
 TRAINER, TRAINER_TITLE = "trainer", "ours, our own trainer"
 # What `hpc drill` calls the failures.
 _DRILLS = {
-    WORKER_KILLED: "worker-kill", "node killed": "node-kill", "head node killed": "node-kill", "preempted": "preempt",
+    WORKER_KILLED: "worker-kill", "node killed": "node-kill", "first node killed": "node-kill", "preempted": "preempt",
     "hung": "hang",
 }  # fmt: skip
 # More would need more neighbours than the kernel has room for.
@@ -83,13 +83,13 @@ def _lanes(contender: Contender, repeats: int) -> Iterator[Lane]:
     if contender.restarts_in_place:
         yield Lane(contender=contender, plan={WORKER_KILLED: repeats}, in_turns=True)
     if contender.is_ours:
-        yield Lane(contender=contender, plan=dict.fromkeys(("hung", "node killed", "head node killed"), repeats))
+        yield Lane(contender=contender, plan=dict.fromkeys(("hung", "node killed", "first node killed"), repeats))
         yield Lane(contender=contender, plan={"preempted": repeats})
         return
     # Each of the two takes as long as the other: a dead node, and Slurm's waits.
     slow = {} if contender.restarts_in_place else {WORKER_KILLED: 1}
     yield Lane(contender=contender, plan={**slow, "hung": 1, "node killed": 1})
-    yield Lane(contender=contender, plan={"preempted": min(repeats, 2), "head node killed": 1})
+    yield Lane(contender=contender, plan={"preempted": min(repeats, 2), "first node killed": 1})
 
 
 def drill_trainer(options: Options, directory: Path) -> list[Outcome]:
@@ -99,7 +99,7 @@ def drill_trainer(options: Options, directory: Path) -> list[Outcome]:
         for _ in range(options.repeats if kind == WORKER_KILLED else 1):
             drill.wait_for_steps(run, seconds=0.0)
             [head, *_, last] = drill.status(run)["attempts"][-1]["nodes"]
-            victim = {"node killed": last, "head node killed": head}.get(kind)
+            victim = {"node killed": last, "first node killed": head}.get(kind)
             [*_, cost] = drill.play(run, _DRILLS[kind], *([f"--node={victim}"] if victim else []))
             recovery = Recovery(seconds=round(cost["seconds"]["total"], 1), steps_lost=cost["steps_lost"])
             lost = round(cost["steps_lost"] * drill.BATCH / drill.status(run)["images_per_second"], 1)

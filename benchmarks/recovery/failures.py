@@ -55,15 +55,15 @@ def signal_last_rank(training: Training, number: signal.Signals) -> Failure:
 
 
 def kill_node(training: Training) -> Failure:
-    """Cut the power of the node that has the last rank and is not the head node."""
+    """Cut the power of the node that has the last rank and is not the first node."""
     head, all_nodes = nodes_of(training)
     last = training.last_rank()["host"]
-    # torchrun numbers the ranks by itself: the last one may be on the head node.
+    # torchrun numbers the ranks by itself: the last one may be on the first node.
     others = [name for name in all_nodes if name not in {head, last}]
     return _power_off(last if last != head else others[0])
 
 
-def kill_head_node(training: Training) -> Failure:
+def kill_first_node(training: Training) -> Failure:
     """Cut the power of the node with the batch script."""
     return _power_off(nodes_of(training)[0])
 
@@ -82,7 +82,7 @@ def preempt(training: Training) -> Failure:
 KINDS: dict[str, Callable[[Training], Failure]] = {
     "worker killed": partial(signal_last_rank, number=signal.SIGKILL),
     "node killed": kill_node,
-    "head node killed": kill_head_node,
+    "first node killed": kill_first_node,
     "preempted": preempt,
     "hung": partial(signal_last_rank, number=signal.SIGSTOP),
 }
@@ -95,7 +95,7 @@ def _power_off(name: str) -> Failure:
 
 
 def nodes_of(training: Training) -> tuple[str, tuple[str, ...]]:
-    """Return the head node and all nodes of the running job: torchx has one job per node."""
+    """Return the first node and all nodes of the running job: torchx has one job per node."""
     jobs = [job for job in training.jobs() if job.state is JobState.RUNNING]
     if not jobs:
         raise SystemExit(f"{training.name} has no running job")

@@ -66,7 +66,7 @@ class Node:
             time.sleep(0.05)
 
     def all_have_joined(self) -> bool:
-        """On the head node, whether all have reported; on the others, whether the head has answered."""
+        """On the first node, whether all have reported; on the others, whether the first node has answered."""
         if isinstance(self.channel, ControlServer):
             return len(self.channel.statuses()) == self.attempt.allocation.num_nodes
         return self.channel.met.is_set()
@@ -132,7 +132,7 @@ def make_node(options: Options) -> Node:
 
 
 def has_left(server: ControlServer, rank: int) -> bool:
-    """Whether the head node need not wait for another one any more."""
+    """Whether the first node need not wait for another one any more."""
     return server.is_silent(rank) or server.statuses()[rank].phase is Phase.LEFT
 
 

@@ -27,7 +27,7 @@ CALLBACKS = "TORCHRELAY_CALLBACKS"
 
 # Our own processes on a node set these for each other.
 DEVICE = "TORCHRELAY_DEVICE"
-"""Device that the agent tells the ranks of our trainer to use: `cuda` or `cpu` (training.config.device_choice)."""
+"""Device that the agent tells the ranks of the classifier to use: `cuda` or `cpu` (training.config.device_choice)."""
 PRELOAD = "TORCHRELAY_PRELOAD"
 """Modules to import before torchrun forks a user's script, joined by commas. The agent sets it, torchrun removes it."""
 SECRET = "TORCHRELAY_SECRET"  # noqa: S105 - a name
@@ -47,4 +47,4 @@ REASON = "TORCHRELAY_REASON"
 CALLED = "TORCHRELAY_CALLED"
 """Command that the user typed, such as `hpc submit`. `hpc` sets it, so that the command's messages can name it."""
 FAULT = "TORCHRELAY_FAULT"
-"""Fault that our trainer injects (training.runtime.fault_injection). The tests set it."""
+"""Fault that the classifier injects (training.runtime.fault_injection). The tests set it."""

@@ -12,7 +12,7 @@ from hpc.base.files import refresh_nfs_cache
 CONFUSION, SAMPLES, CLASSES, HISTORY = "confusion.csv", "samples.json", "classes.csv", "history.csv"
 # Files in `final/` and `best/`.
 MODEL_WEIGHTS, MODEL_CARD = "model.safetensors", "model.json"
-# Files in a checkpoint of our trainer.
+# Files in a checkpoint of the classifier.
 STATE_TENSORS, STATE_VALUES = "state.safetensors", "state.json"
 LIBRARY = "training/relay"
 """The directory of `torchrelay` in a checkout and in the packages of a run; the ranks of all scripts search it."""
@@ -55,7 +55,7 @@ class RunDir:
     cancellation = SubPath("events/cancel.jsonl")
     """The file of the events of `hpc cancel`."""
     alive = SubPath("alive")
-    """A file whose modification time is the newest heartbeat of the head node's agent."""
+    """A file whose modification time is the newest heartbeat of the first node's agent."""
     train_metrics = SubPath("metrics/train.jsonl")
     """One JSON line per logged step."""
     counted_steps = SubPath("metrics/counted.json")

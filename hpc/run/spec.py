@@ -93,7 +93,7 @@ class Resources:
     sbatch: Annotated[tuple[str, ...], Flag(metavar="KEY[=VALUE]", is_repeatable=True)] = ()
     """Another option of sbatch: mail-type=END. Repeatable."""
     setup: Annotated[tuple[str, ...], Flag(metavar="LINE", is_repeatable=True)] = ()
-    """Bash command to run first on the head node: 'module load cuda/12.4'. All ranks get its exports. Repeatable."""
+    """Bash command to run first on the first node: 'module load cuda/12.4'. All ranks get its exports. Repeatable."""
 
     def __post_init__(self) -> None:
         """Check what can be checked without a cluster."""
@@ -228,7 +228,7 @@ class Network:
 
     interface: Annotated[str | None, Flag(metavar="NAME")] = None
     """Network interface of the nodes, such as ib0, for the agents, the data and the ranks.
-    Default: the interface of the route to the head node; NCCL chooses its interface itself."""
+    Default: the interface of the route to the first node; NCCL chooses its interface itself."""
     port_range: Annotated[str | None, Flag(metavar="FIRST-LAST")] = None
     """Ports that are open between the nodes: 20000-20100. Default: any ports.
     The ranks' own connections (NCCL, gloo) always use ports that the kernel chooses (docs/how-to/clusters.md)."""
@@ -282,7 +282,7 @@ class RunSpec:
     program: Program
     """The program that the node agents run as each rank."""
     training: Training | None = None
-    """The trainer's part of the spec; None if the program is a user's script."""
+    """The classifier's part of the spec; None if the program is a user's script."""
     working_directory: str = "."
     """The directory, relative to the top of the user's code, where a script was submitted and the ranks start."""
     stage_dir: str
@@ -320,7 +320,7 @@ class RunSpec:
 
     @property
     def train(self) -> TrainConfig | None:
-        """The trainer's flags; None if the program is a user's script."""
+        """The classifier's flags; None if the program is a user's script."""
         return self.training.train if self.training else None
 
     @property
@@ -330,11 +330,11 @@ class RunSpec:
 
     @property
     def script(self) -> tuple[str, ...]:
-        """The user's torchrun script, relative to the working directory, and its arguments; empty for the trainer."""
+        """The user's script, relative to the working directory, and its arguments; empty for the classifier."""
         return () if self.training else self.program.argv
 
     def with_training(self, **changes: Any) -> "RunSpec":
-        """Return the spec with these changes in the trainer's part; a script's spec stays as it is."""
+        """Return the spec with these changes in the classifier's part; a script's spec stays as it is."""
         if self.training is None:
             return self
         training, program = replace(self.training, **changes), self.program

@@ -1,6 +1,6 @@
 """Defines `Program`, the part of a run's spec for the node agents, and reads the spec's file. Runs everywhere.
 
-The agents run all programs in the same way. The differences between the trainer, a script, an evaluation and the
+The agents run all programs in the same way. The differences between the classifier, a script, an evaluation and the
 preflight are fields of `Program`, which `hpc submit` writes into the spec.
 """
 

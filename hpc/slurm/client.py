@@ -330,7 +330,7 @@ def hostnames(nodes: str) -> list[str]:
     return run("scontrol", "show", "hostnames", nodes).split()
 
 
-def is_headless(job: SlurmJob) -> bool:
+def lacks_first_node(job: SlurmJob) -> bool:
     """Return whether a running job has lost the node of its batch script. With --no-kill, it keeps its other nodes."""
     return job.state is JobState.RUNNING and job.batch_host not in hostnames(job.nodes)
 

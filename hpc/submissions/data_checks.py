@@ -27,7 +27,7 @@ _MOST_OTHER_FILES = 1000
 
 
 def training_data(train: TrainConfig) -> Path | None:
-    """Return the archive or directory to stage for the trainer; None for synthetic data."""
+    """Return the archive or directory to stage for the classifier; None for synthetic data."""
     if train.synthetic:
         check_validation(train, validates=False)
         return None

@@ -70,7 +70,7 @@ class RunFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingFlags:
-    """Flags of a training, except the trainer's own."""
+    """Flags of a training, except the classifier's own."""
 
     pack: Literal["off", "on", "auto"] = "off"
     """Decode an image folder once on every node and train from the pixels (docs/how-to/pack-images.md).

@@ -130,7 +130,7 @@ def _check_predecessors(run: RunDir, spec: RunSpec) -> None:
 
 
 def _training_of(options: SubmitTraining) -> tuple[Training, Path | None]:
-    """Return the trainer's part of the spec, and the data to stage."""
+    """Return the classifier's part of the spec, and the data to stage."""
     need_classifier("a training without a script")
     check_model(options.train.model)
     data = data_checks.training_data(options.train)

@@ -104,9 +104,9 @@ def _observed(runs_dir: Path) -> list[ObservedRun]:
     found = with_final_states(found)
     for number, one in enumerate(found):
         new = [job for job in one.known.running_jobs if not one.known.made_last_attempt(job)]
-        headless = frozenset(job.job_id for job in new if slurm.is_headless(job))
-        if headless:
-            found[number] = replace(one, known=replace(one.known, headless=headless))
+        without_first_node = frozenset(job.job_id for job in new if slurm.lacks_first_node(job))
+        if without_first_node:
+            found[number] = replace(one, known=replace(one.known, without_first_node=without_first_node))
         excluded = _excluded(one)
         if not excluded or all(job.state is not JobState.PENDING for job in one.known.jobs):
             continue

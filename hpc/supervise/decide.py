@@ -13,7 +13,7 @@ from hpc.slurm.handover import HANDOVER_SECONDS
 from hpc.slurm.squeue import SlurmJob
 from hpc.supervise.observe import RunObservation
 
-# The head node's agent sends a heartbeat every few seconds; storage that fails over is silent for a minute.
+# The first node's agent sends a heartbeat every few seconds; storage that fails over is silent for a minute.
 STALE_SECONDS = 60.0
 # A running job whose agents have claimed no attempt after this time lacks its file systems or its network.
 _CLAIM_SECONDS = 600.0
@@ -180,8 +180,8 @@ def _starting(run: RunObservation) -> Decision | None:
     job = run.running_jobs[-1] if run.running_jobs else None
     if job is None or run.made_last_attempt(job):
         return None
-    if job.job_id in run.headless:
-        # Slurm ends such a job only at its time limit: agents on its other nodes wait for the head node's agent.
+    if job.job_id in run.without_first_node:
+        # Slurm ends such a job only at its time limit: agents on its other nodes wait for the first node's agent.
         return _resubmit(run, job, f"{job.batch_host}, its first node, was lost before its agents started")
     waited = run.now - (job.started or run.now)
     # An agent without a claim may wait for space in the run directory, or squeue's list may be older than the ledger.

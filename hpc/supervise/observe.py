@@ -33,12 +33,12 @@ class RunObservation:
     """Whether the ledger names a job."""
     jobs: Sequence[SlurmJob] = ()
     """The run's jobs in squeue, including ended jobs, the oldest first."""
-    headless: frozenset[str] = frozenset()
+    without_first_node: frozenset[str] = frozenset()
     """Ids of running jobs that lost the node of their batch script, and have not claimed the last attempt."""
     last_job_state: JobState = JobState.UNKNOWN
     """State of the last job, from squeue or, if squeue does not list the job, from Slurm's accounting."""
     heartbeat_at: float | None = None
-    """Time of the last heartbeat of the head node's agent; None before the first."""
+    """Time of the last heartbeat of the first node's agent; None before the first."""
     queued_jobs: int = 0
     """Number of requeues and new jobs since the last attempt and the last `hpc resume`."""
     handed_over_at: float | None = None

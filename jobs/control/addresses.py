@@ -1,7 +1,7 @@
 """The network addresses at which this node's agent may be reached, and their interfaces. Runs on compute nodes.
 
 Host names often do not work: a node's own name may resolve to 127.0.1.1, and another node's name may resolve to no
-address, or to one in a network that is closed between compute nodes. So the head node's agent publishes all its
+address, or to one in a network that is closed between compute nodes. So the first node's agent publishes all its
 addresses in its claim. The others try them until they find one that works (jobs.control.channel).
 """
 
@@ -21,8 +21,8 @@ def own_addresses(interface: str | None = None) -> list[str]:
     ]
 
 
-def head_hosts(name: str, addresses: Sequence[str], interface: str | None = None) -> list[str]:
-    """Return the hosts at which to try the head node: its name and addresses; with an interface, only its addresses."""
+def first_node_hosts(name: str, addresses: Sequence[str], interface: str | None = None) -> list[str]:
+    """Return the hosts at which to try the first node: name and addresses; with an interface, only its addresses."""
     return [*([] if interface else [name]), *addresses]
 
 

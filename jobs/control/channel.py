@@ -1,4 +1,4 @@
-"""The control channel: a connection from every agent of an attempt to the head node's agent.
+"""The control channel: a connection from every agent of an attempt to the first node's agent.
 
 Runs on compute nodes. Every other agent sends its status about twice a second, and gets a changed directive back.
 The channel reveals a dead node in seconds. Slurm would take minutes, and files on shared storage up to a minute.
@@ -45,9 +45,9 @@ def _after_break(heard: float) -> float:
 
 
 class ControlServer:
-    """The head node's end of the channel: keeps the last status of every node, and the directive for all nodes."""
+    """The first node's end of the channel: keeps the last status of every node, and the directive for all nodes."""
 
-    head_is_silent = False
+    first_node_is_silent = False
     clock_skew_seconds = 0.0
 
     def __init__(
@@ -118,7 +118,7 @@ class ControlServer:
                 node_rank = status.node_rank
                 if _hangs(self.status, self.clock.since(self._reported_at), self._timeout_seconds):
                     return
-                # Send only a changed directive: it names all members, and would keep the head of a large job busy.
+                # Send only a changed directive: it names all members: a large job's first node would be busy.
                 directive = self.directive
                 changed = {} if directive is sent else {"directive": directive.as_json}
                 connection.send({"time": steady_time(), **changed})
@@ -138,28 +138,28 @@ class ControlServer:
 
 
 class ControlClient:
-    """Another node's end of the channel: sends its status to the head node, and keeps the newest directive."""
+    """Another node's end of the channel: sends its status to the first node, and keeps the newest directive."""
 
     def __init__(
         self, hosts: Sequence[str], port: int, secret: str, status: NodeStatus, *,
         timeout_seconds: float = float("inf"),
     ) -> None:  # fmt: skip
-        """Start a thread that stays connected to the head node's agent until `close`, and sends it `status` first.
+        """Start a thread that stays connected to the first node's agent until `close`, and sends it `status` first.
 
-        The thread tries `hosts`, the head node's names and addresses, in this order, until one of them works.
+        The thread tries `hosts`, the first node's names and addresses, in this order, until one of them works.
         If this agent hangs for `timeout_seconds` before the training, the thread sends nothing any more.
         """
         self._timeout_seconds, self._reported_at = timeout_seconds, time.monotonic()
         self.directive, self.status = Directive(), status
         self.clock_skew_seconds = 0.0
-        """Seconds by which the head's clock was ahead of this node's at the first answer."""
+        """Seconds by which the first node's clock was ahead of this node's at the first answer."""
         self.met = threading.Event()
-        """Set when the head has answered for the first time."""
-        self.head_has_ended = False
-        """Whether the silent head's agent has ended: its kernel has closed or refused the connection."""
+        """Set when the first node has answered for the first time."""
+        self.first_node_has_ended = False
+        """Whether the silent first node's agent has ended: its kernel has closed or refused the connection."""
         self.hosts, self._port, self._secret = hosts, port, secret
-        self.head_address = self.own_address = ALONE
-        """Addresses at which this node reaches the head, and at which other nodes reach this one."""
+        self.first_node_address = self.own_address = ALONE
+        """Addresses at which this node reaches the first node, and at which other nodes reach this one."""
         self.clock, self._heard = AgentClock(), time.monotonic()
         self._changed, self._closed = threading.Event(), threading.Event()
         self._defect: Exception | None = None
@@ -182,12 +182,12 @@ class ControlClient:
 
     @property
     def silent_seconds(self) -> float:
-        """Seconds for which the head has been silent."""
+        """Seconds for which the first node has been silent."""
         return self.clock.since(self._heard)
 
     @property
-    def head_is_silent(self) -> bool:
-        """Whether the head node's agent, once met, has been silent for more than LOST_SECONDS."""
+    def first_node_is_silent(self) -> bool:
+        """Whether the first node's agent, once met, has been silent for more than LOST_SECONDS."""
         return self.met.is_set() and self.silent_seconds > LOST_SECONDS
 
     def close(self) -> None:
@@ -201,17 +201,17 @@ class ControlClient:
         while not closing:
             # After `close`, connect once more to send the last status: the connection may have just broken.
             closing = self._closed.is_set()
-            # Once the head has answered, reconnect only to the address that worked: others may lead nowhere.
-            for host in [self.head_address] if self.met.is_set() else self.hosts:
+            # Once the first node has answered, reconnect only to the address that worked: others may lead nowhere.
+            for host in [self.first_node_address] if self.met.is_set() else self.hosts:
                 try:
                     with connect((host, self._port), self._secret, _PURPOSE, _CLIENT_LIMITS) as connection:
-                        self.head_address, self.own_address = connection.peer_address, connection.local_address
+                        self.first_node_address, self.own_address = connection.peer_address, connection.local_address
                         self._exchange(connection)
                         return
                 except ConnectionError as error:
                     if isinstance(error, DecodeError):
-                        log(f"the connection to the head node's agent ends: {error}")
-                    self._heard, self.head_has_ended = _after_break(self._heard), True
+                        log(f"the connection to the first node's agent ends: {error}")
+                    self._heard, self.first_node_has_ended = _after_break(self._heard), True
                 except OSError:
                     pass  # a timeout: only the silence counts
                 except Exception as error:  # noqa: BLE001 - `check` raises it, and this thread reports the agent's end
@@ -230,7 +230,7 @@ class ControlClient:
             sent_at = steady_time()
             connection.send(asdict(self.status))
             answer = decode(connection.receive(), Answer)
-            self._heard, self.head_has_ended = time.monotonic(), False
+            self._heard, self.first_node_has_ended = time.monotonic(), False
             if answer.directive:
                 self.directive = answer.directive
             if not self.met.is_set():
@@ -238,8 +238,8 @@ class ControlClient:
                 self.met.set()
             if closing:
                 return
-            # A node that stages waits for the head's directive, and others wait for its status. A node that has left
-            # waits for the end of the head's agent.
+            # A node that stages waits for the first node's directive, and others wait for its status. A node that has
+            # left waits for the end of the first node's agent.
             waits = self.status.phase in {Phase.STARTING, Phase.LEFT}
             self._changed.wait(_SEND_WAITING_SECONDS if waits else _SEND_SECONDS)
 

@@ -1,6 +1,6 @@
 """Decides for the whole attempt which nodes are lost, what failed, who trains, and when the attempt is over.
 
-Runs in the head node's agent. It checks the statuses of all agents a few times a second. It waits for nothing but, for
+Runs in the first node's agent. It checks the statuses of all agents a few times a second. It waits for nothing but, for
 a few seconds, for shared storage: if that hangs, the coordinator decides with what it read last.
 
 A failure is a failed rank, a lost node, or a hang. It is recorded as `interruption` if the attempt goes on, and as the

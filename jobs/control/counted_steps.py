@@ -1,4 +1,4 @@
-"""Follows the optimizer steps that the ranks of a script count, if it reports none. Runs in the head node's agent.
+"""Follows the optimizer steps that the ranks of a script count, if it reports none. Runs in the first node's agent.
 
 Each start of the ranks counts from 0, because nobody knows from which step the script continues: it may restore a
 checkpoint of its own. So a count is never the step of a failure, which decides whether the run goes on. A count says

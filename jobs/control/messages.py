@@ -1,4 +1,4 @@
-"""Messages between the agents of an attempt: statuses to the head node's agent, and its directive back. Pure data.
+"""Messages between the agents of an attempt: statuses to the first node's agent, and its directive back. Pure data.
 
 Each message is a whole state, so a message that a broken connection has lost does no harm.
 """
@@ -90,7 +90,7 @@ class RankFailure:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeStatus:
-    """State of one node, as its agent reports it to the head node's agent."""
+    """State of one node, as its agent reports it to the first node's agent."""
 
     node_rank: int
     phase: Phase = Phase.STARTING
@@ -117,7 +117,7 @@ class NodeStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class Directive:
-    """Instructions of the head node's agent to all agents."""
+    """Instructions of the first node's agent to all agents."""
 
     round: int = 0
     """Number of the current round; 0 before the first one."""
@@ -133,7 +133,7 @@ class Directive:
     preflight: bool = False
     """Whether the round only checks its members, because the user's script would not check them."""
     abort_count: int = 0
-    """Number of times that the head has asked to kill all ranks. When it rises, an agent kills its node's ranks."""
+    """Number of times the first node has asked to kill all ranks. When it rises, an agent kills its node's ranks."""
     stop: bool = False
     """Whether the run was cancelled, so that all agents stop as on SIGTERM."""
     over: bool = False
@@ -149,10 +149,10 @@ class Directive:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The head node's answer to a status."""
+    """The first node's answer to a status."""
 
     time: float
-    """Time of the head node's clock, in seconds since the epoch."""
+    """Time of the first node's clock, in seconds since the epoch."""
     directive: Directive | None = None
     """The directive; None if it has not changed since the last answer on this connection."""
 

@@ -1,4 +1,4 @@
-"""Finds ranks that hang, and ranks that slow the others down, by their heartbeats. Runs in the head node's agent."""
+"""Finds ranks that hang, and ranks that slow the others down, by their heartbeats. Runs in the first node's agent."""
 
 import math
 import time

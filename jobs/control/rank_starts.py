@@ -1,4 +1,4 @@
-"""Notices that all ranks of a round have started, and that some have ended while others run. Runs in the head's agent.
+"""Notices that all ranks have started, and that some have ended while others run. Runs in the first node's agent.
 
 The ranks of a round start together, on all nodes, each time that torchrun restarts them. Ranks of a correct script also
 end together. If a rank ends early with exit code 0, the others wait for it in a collective until that fails: with gloo

@@ -1,4 +1,4 @@
-"""Finds the rank that failed first; the others ended because of it. Runs in the head node's agent.
+"""Finds the rank that failed first; the others ended because of it. Runs in the first node's agent.
 
 Two controllers act when a rank dies (docs/explanation/architecture.md says why there are two):
 

@@ -13,7 +13,7 @@ from hpc.slurm import client as slurm
 from hpc.slurm import sinfo
 from jobs.node_attempt import NodeAttempt, log
 
-# Below a minute: after a minute without a heartbeat of the head node's agent the supervisor continues the run, and the
+# Below a minute: after a minute without a heartbeat of the first node's agent the supervisor continues the run, and the
 # snapshots in the memory of the other nodes are lost.
 LINK_SECONDS = 45.0
 """Seconds for which agents wait for a silent node whose link may come back."""

@@ -25,7 +25,7 @@ from jobs.ranks.left_out_files import find_left_out
 from jobs.ranks.script.step_counter import read_count
 from jobs.stop_request import StopRequest
 
-# The most failures in a status: enough that a busy head node's agent misses none. The event files have all failures.
+# The most failures in a status: enough that a busy first node's agent misses none. The event files have all failures.
 _KEPT_FAILURES = 16
 _INTERVAL_SECONDS, _RETRY_SECONDS = 0.2, 2.0
 _LONGEST_VALUE = 50
@@ -223,7 +223,7 @@ class LocalRanks:
         return fields
 
     def new_failures(self, clock_skew_seconds: float = 0.0) -> list[RankFailure]:
-        """Return the failures of ranks since the last call, with times by the head node's clock."""
+        """Return the failures of ranks since the last call, with times by the first node's clock."""
         found = []
         records = [(path, _read(path)) for path in sorted(self._node_dir.exits.glob("[0-9]*.json"))]
         for path, fields in (*records, *self._vanished()):
@@ -294,21 +294,21 @@ class NodeMonitor:
 
     @property
     def must_leave(self) -> bool:
-        """Whether this node must end its work: it was asked to stop, the attempt is over, or the head node is lost."""
-        return bool(self._stop) or self._channel.directive.over or self._head_is_lost()
+        """Whether this node must end its work: it was asked to stop, the attempt is over, or the first node is lost."""
+        return bool(self._stop) or self._channel.directive.over or self._first_node_is_lost()
 
     @property
     def is_stopping(self) -> bool:
-        """Whether this agent was asked to stop, by Slurm or by the head node's agent."""
+        """Whether this agent was asked to stop, by Slurm or by the first node's agent."""
         return bool(self._stop)
 
-    def _head_is_lost(self) -> bool:
-        """Return whether the head node has been silent for so long that this node no longer waits for it."""
+    def _first_node_is_lost(self) -> bool:
+        """Return whether the first node has been silent for so long that this node no longer waits for it."""
         channel = self._channel
-        if not isinstance(channel, ControlClient) or not channel.head_is_silent:
+        if not isinstance(channel, ControlClient) or not channel.first_node_is_silent:
             return False
-        head = self._node.allocation.head
-        return channel.head_has_ended or channel.silent_seconds > self._patience.seconds([head])
+        host = self._node.allocation.first_node
+        return channel.first_node_has_ended or channel.silent_seconds > self._patience.seconds([host])
 
     def begin_round(self, number: int, exit_codes: Mapping[int, Cause]) -> None:
         """Restore this node's files if they are gone, and begin a round (`LocalRanks.begin`)."""

@@ -162,7 +162,7 @@ def run_round(
             if now.abort_count > abort_count:
                 abort_count = now.abort_count
                 torchrun.abort_ranks()
-            if now.over or now.paused or now.round != directive.round or channel.head_is_silent:
+            if now.over or now.paused or now.round != directive.round or channel.first_node_is_silent:
                 if now.over:
                     torchrun.kill(_LEAVE_SECONDS)
                 return None

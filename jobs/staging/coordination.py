@@ -43,13 +43,13 @@ class NodeCache:
 
 @dataclass(frozen=True, kw_only=True)
 class StagingPlan:
-    """The head node's decisions about one data set."""
+    """The first node's decisions about one data set."""
 
     source: str
     version: str
     """Name of the version of the data set (`SourceListing.version`)."""
     listing_port: int
-    """The port on which the head node serves the listing."""
+    """The port on which the first node serves the listing."""
     owners: tuple[Address, ...] | None = None
     """Nodes that read or already have the data; None while undecided. Owner i, of n, has the batches i, i + n, i + 2n,
     ..."""
@@ -60,7 +60,7 @@ class StagingPlan:
 class StagingGroup:
     """The nodes of a job, seen from one of them. This base class is for a node without peers."""
 
-    is_head = True
+    is_first = True
     """Whether this node lists the source."""
     has_peers = False
     """Whether the job has more than one node."""
@@ -71,15 +71,15 @@ class StagingGroup:
     ports: Sequence[int] = ()
     """The ports on one of which to serve; if empty, the kernel chooses one."""
 
-    def head(self, port: int) -> Address:
-        """Return the address of a port of the head node."""
+    def first_node(self, port: int) -> Address:
+        """Return the address of a port of the first node."""
         return Address("localhost", "localhost", port)
 
     def publish_listing(self, version: str, port: int) -> None:
-        """Announce, on the head node, the version and the port that serves its listing."""
+        """Announce, on the first node, the version and the port that serves its listing."""
 
     def plan(self) -> StagingPlan | None:
-        """Return the head node's plan; None until this node has received it."""
+        """Return the first node's plan; None until this node has received it."""
         return StagingPlan(source="", version="", listing_port=0, owners=(), done=True)
 
     def report(self, status: CacheStatus, port: int) -> None:

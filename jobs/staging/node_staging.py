@@ -1,7 +1,7 @@
 """Stages this node's data together with the other nodes, and packs it, before the first round. Runs on compute nodes.
 
-The nodes coordinate through the control channel: each reports the state of its copy, and the head node publishes a plan
-that says which node reads what (jobs.staging.coordination).
+The nodes coordinate through the control channel: each reports the state of its copy, and the first node publishes a
+plan that says which node reads what (jobs.staging.coordination).
 
 Packed data (`--pack`) are an ordinary entry of the cache: the next attempt checks the sizes (after a reboot, the
 checksums) and uses the entry again. An entry is deleted when it is old or the disk is full.
@@ -49,23 +49,23 @@ class NodeGroup(StagingGroup):
         self, allocation: NodeAllocation, channel: ControlChannel, source: Path, secret: str, ports: Sequence[int]
     ) -> None:
         self._allocation, self._channel, self._source = allocation, channel, str(source)
-        self.host, self.is_head = allocation.host, allocation.is_head
+        self.host, self.is_first = allocation.host, allocation.is_first
         self.has_peers, self.secret, self.ports = allocation.num_nodes > 1, secret, ports
         self._published_at: float | None = None
 
-    def head(self, port: int) -> Address:
-        """Return the address of a port of the head node."""
+    def first_node(self, port: int) -> Address:
+        """Return the address of a port of the first node."""
         channel = self._channel
-        host = channel.own_address if isinstance(channel, ControlServer) else channel.head_address
-        return Address(self._allocation.head, host, port)
+        host = channel.own_address if isinstance(channel, ControlServer) else channel.first_node_address
+        return Address(self._allocation.first_node, host, port)
 
     def publish_listing(self, version: str, port: int) -> None:
-        """Announce, on the head node, the version and the port that serves its listing."""
+        """Announce, on the first node, the version and the port that serves its listing."""
         self._published_at = time.monotonic()
         self._publish(StagingPlan(source=self._source, version=version, listing_port=port))
 
     def plan(self) -> StagingPlan | None:
-        """Return the head node's plan; None until this node has received it."""
+        """Return the first node's plan; None until this node has received it."""
         self.update()
         return self._current()
 
@@ -84,7 +84,7 @@ class NodeGroup(StagingGroup):
             self._publish(StagingPlan(source=self._source, version="", listing_port=0, owners=(), done=True))
 
     def update(self) -> None:
-        """On the head node, choose the owners once all nodes have reported, and publish whether all are done."""
+        """On the first node, choose the owners once all nodes have reported, and publish whether all are done."""
         server, plan = self._channel, self._current()
         if not isinstance(server, ControlServer) or plan is None or plan.done or self._published_at is None:
             return
@@ -177,7 +177,7 @@ class NodeStaging:
     def stage(self, source: Path) -> Staged:
         """Stage one source, and record the result. Raises the same errors as `stage_data`."""
         node, group = self.node, self.group(source)
-        if group.is_head:
+        if group.is_first:
             self.monitor.callbacks.append(group.update)
         stager = Stager(
             node.stage_dir,

@@ -32,7 +32,7 @@ from jobs.staging.store import (
     open_store,
 )  # fmt: skip
 
-# The head node assigns the batches within seconds. If it takes longer than this, this node reads everything.
+# The first node assigns the batches within seconds. If it takes longer than this, this node reads everything.
 _PLAN_SECONDS = 60.0
 # A node keeps its archive for at most this long after unpacking, for peers that still fetch it.
 _KEEP_ARCHIVE_SECONDS = 60.0
@@ -173,15 +173,15 @@ class Stager:
     # --- the listing, which one node makes for all ---
 
     def _find_listing(self, source: Path) -> SourceListing:
-        """Return the listing: the head node lists the source, and the others fetch its listing."""
-        if not self._group.is_head:
+        """Return the listing: the first node lists the source, and the others fetch its listing."""
+        if not self._group.is_first:
             try:
                 return self._fetch_listing(source)
             except PeerError as error:
                 self._notes.append(str(error))
         walk = SourceWalk(source)
         listing = self._wait.run_in_thread(walk.run, cancel=walk.cancelled, done=lambda: walk.found)
-        if self._group.is_head:
+        if self._group.is_first:
             if self._server:
                 self._server.listings[listing.version] = listing.pack()
             self._group.publish_listing(listing.version, self._port)
@@ -189,20 +189,20 @@ class Stager:
         plan = self._group.plan()
         if plan and plan.version and plan.version != listing.version:
             raise TorchrelayError(
-                f"{source} has changed since {self._group.head(0).node} listed it: submit again when nothing writes to "
-                "it any more"
+                f"{source} has changed since {self._group.first_node(0).node} listed it: try again when nothing writes "
+                "to it any more"
             )
         return listing
 
     def _fetch_listing(self, source: Path) -> SourceListing:
-        # Listing a million files takes minutes; `watch` stops this wait if the head node dies.
+        # Listing a million files takes minutes; `watch` stops this wait if the first node dies.
         while (plan := self._group.plan()) is None:
             self._wait.wait()
-        head = self._group.head(plan.listing_port)
-        with Peer(head, self._group.secret, plan.version) as peer:
+        first_node = self._group.first_node(plan.listing_port)
+        with Peer(first_node, self._group.secret, plan.version) as peer:
             listing = self._wait.run_in_thread(peer.listing)
         if listing.source != source or listing.version != plan.version:
-            raise PeerError(f"{head.node} sent the listing of another data set")
+            raise PeerError(f"{first_node.node} sent the listing of another data set")
         return listing
 
     # --- the copy ---
@@ -319,14 +319,14 @@ class Stager:
         return copy.stats, copied_files(listing, copy.checksums)
 
     def _wait_for_owners(self) -> tuple[Address, ...]:
-        """Return the owners of the batches; none if the head node does not name them in time."""
+        """Return the owners of the batches; none if the first node does not name them in time."""
         deadline = time.monotonic() + _PLAN_SECONDS
         while time.monotonic() < deadline:
             plan = self._group.plan()
             if plan is not None and plan.owners is not None:
                 return plan.owners
             self._wait.wait()
-        self._notes.append(f"the head node did not assign the batches within {_PLAN_SECONDS:.0f} s")
+        self._notes.append(f"the first node did not assign the batches within {_PLAN_SECONDS:.0f} s")
         return ()
 
     def _unpack(self, archive: Path, target: Path, listing: SourceListing) -> tuple[CopiedFile, ...]:

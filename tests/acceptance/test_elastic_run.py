@@ -1,4 +1,4 @@
-"""A run of one to three nodes loses one, then its head node: each step trains on the images of a run on one node."""
+"""A run of one to three nodes loses one, then its first node: each step trains on the images of a run on one node."""
 
 import pytest
 from support.cluster import SLOW_STEPS, VERY_FEW_EPOCHS, Site, dead
@@ -20,7 +20,7 @@ def samples_by_step(run: RunDir) -> dict[int, list[int]]:
     return {step: sorted(index for rank in range(world[step]) for index in found[step][rank]) for step in sorted(world)}
 
 
-def test_run_goes_on_with_fewer_nodes_and_in_another_job_without_its_head_node(site: Site) -> None:
+def test_run_goes_on_with_fewer_nodes_and_in_another_job_without_its_first_node(site: Site) -> None:
     run = site.submit("--data=data", "--nodes=1:3", *VERY_FEW_EPOCHS, **SLOW_STEPS)
     alone = site.submit("--data=data", "--name=alone", *VERY_FEW_EPOCHS, "--cluster=local", "--nodes=1")
     run.wait_for_more_steps()

@@ -195,5 +195,5 @@ def test_defect_in_the_control_channel_ends_its_agent_with_a_traceback_and_the_a
     [attempt] = attempts_of(ledger.read(run.events))
     assert attempt.cause == "crashed", outputs
     assert "KeyError: 'no such field'" in (attempt.detail or "")
-    if broken_rank:  # a head node's agent that understands nobody also answers nobody
+    if broken_rank:  # a first node's agent that understands nobody also answers nobody
         assert not History.load(run).of(NodeLost)

@@ -19,8 +19,8 @@ from hpc.run.events.history import History
 from hpc.run.rundir import RunDir
 from hpc.run.spec import Cluster, RunSpec
 from jobs import claim, node_attempt
-from jobs.claim import HeadLostError
-from jobs.ending import replace_headless_job
+from jobs.claim import FirstNodeLostError
+from jobs.ending import replace_job_without_first_node
 from jobs.node_attempt import NodeAllocation
 
 AWAY = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
@@ -147,7 +147,7 @@ def test_start_of_a_job_that_does_nothing_is_told_to_its_agents(
     tell(run, replace(own, restart=1), "another start of the job")
     tell(run, replace(own, job_id="7"), "another job")
     agent = replace(own, node_rank=1)
-    with pytest.raises(TorchrelayError, match="the agent on the head node gpu01 did not start within 0 s"):
+    with pytest.raises(TorchrelayError, match="the agent on the first node, gpu01, did not start within 0 s"):
         claim.join(run, agent, lambda: False, 0.0)
     tell(run, own, "not today")
     with pytest.raises(TorchrelayError, match="not today"):
@@ -166,7 +166,7 @@ def test_start_of_a_job_that_does_nothing_is_told_to_its_agents(
     ],
     ids=["no answer", "no job", "it is there", "no Slurm"],
 )
-def test_head_node_that_is_not_known_to_be_dead_is_waited_for(
+def test_first_node_that_is_not_known_to_be_dead_is_waited_for(
     tmp_path: Path, slurm_command: Command, monkeypatch: pytest.MonkeyPatch, cluster: Cluster, squeue: str
 ) -> None:
     run = run_with_a_lost_attempt(tmp_path, cluster, time.time() - 3600)
@@ -177,10 +177,10 @@ def test_head_node_that_is_not_known_to_be_dead_is_waited_for(
     agent = replace(allocation(cluster), node_rank=1, hostnames=("gpu01", "gpu02"))
     with pytest.raises(TorchrelayError, match="did not start within") as error:
         claim.join(run, agent, lambda: False, 0.5)
-    assert not isinstance(error.value, HeadLostError)
+    assert not isinstance(error.value, FirstNodeLostError)
 
 
-def test_agents_that_wait_for_a_dead_head_node_replace_the_job_once(
+def test_agents_that_wait_for_a_dead_first_node_replace_the_job_once(
     tmp_path: Path, slurm_command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With --no-kill such a job keeps its other nodes until its time limit."""
@@ -194,12 +194,12 @@ def test_agents_that_wait_for_a_dead_head_node_replace_the_job_once(
     monkeypatch.setattr(claim, "_LOOK_SECONDS", 0.0)
     names = ("gpu01", "gpu02", "gpu03")
     second, third = (replace(allocation("slurm"), node_rank=rank, hostnames=names) for rank in (1, 2))
-    with pytest.raises(HeadLostError, match="gpu01, the head node, was lost before its agent started"):
+    with pytest.raises(FirstNodeLostError, match="gpu01, the first node, was lost before its agent started"):
         claim.join(run, second, lambda: False, 30.0)
     spec = RunSpec.load(run)
-    assert replace_headless_job(run, spec, second, "gpu01 was lost") == 0
+    assert replace_job_without_first_node(run, spec, second, "gpu01 was lost") == 0
     with pytest.raises(TorchrelayError):
-        replace_headless_job(run, spec, third, "gpu01 was lost")
+        replace_job_without_first_node(run, spec, third, "gpu01 was lost")
     assert len((tmp_path / "submitted").read_text().splitlines()) == 1
     assert "8" in (tmp_path / "cancelled").read_text()
     ended = attempts_of(ledger.read(run.events))[-1]
@@ -223,7 +223,7 @@ def test_job_of_a_complete_or_cancelled_run_records_why_it_starts_nothing(tmp_pa
 
 
 def test_agents_wait_for_space_in_the_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The head node's agent claims once there is space, and the other agents wait for that."""
+    """The first node's agent claims once there is space, and the other agents wait for that."""
     monkeypatch.setattr(node_attempt, "_RETRY_SECONDS", 0.1)
     monkeypatch.setattr(claim, "_LOOK_SECONDS", 0.1)
     with mounted_volume(tmp_path / "volume", "size=1m") as volume:

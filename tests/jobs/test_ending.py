@@ -1,4 +1,4 @@
-"""Which agent may take over from a lost head node, that it is left to finish, and how the run continues."""
+"""Which agent may take over from a lost first node, that it is left to finish, and how the run continues."""
 
 import os
 import threading
@@ -21,7 +21,7 @@ from hpc.run.spec import Recovery, Resources, RunSpec
 from hpc.slurm import handover
 from jobs import ending, last_resort, node_attempt
 from jobs.claim import claim_next, event_file
-from jobs.ending import head_is_lost
+from jobs.ending import first_node_is_lost
 from jobs.next_attempt import LostNodes, start_next_attempt
 from jobs.node_attempt import NodeAllocation, NodeAttempt
 
@@ -38,23 +38,23 @@ def allocation(node_rank: int, nodes: int) -> NodeAllocation:
 
 
 def test_last_agent_needs_no_confirmation() -> None:
-    assert head_is_lost(["gpu01"], allocation(1, 2)) is True
-    assert head_is_lost(["gpu02", "gpu01"], allocation(2, 3)) is True, "the head had lost the second one before"
+    assert first_node_is_lost(["gpu01"], allocation(1, 2)) is True
+    assert first_node_is_lost(["gpu02", "gpu01"], allocation(2, 3)) is True, "gpu01 had lost gpu02 before"
 
 
 def test_one_of_several_waits_for_a_second_report() -> None:
-    assert head_is_lost(["gpu01"], allocation(2, 3)) is None
-    assert head_is_lost(["gpu01", "gpu01"], allocation(2, 3)) is True
+    assert first_node_is_lost(["gpu01"], allocation(2, 3)) is None
+    assert first_node_is_lost(["gpu01", "gpu01"], allocation(2, 3)) is True
 
 
 def test_agent_that_is_cut_off_leaves() -> None:
-    assert head_is_lost(["gpu01", "gpu03"], allocation(2, 3)) is False
-    assert head_is_lost(["gpu02", "gpu01"], allocation(1, 2)) is False
+    assert first_node_is_lost(["gpu01", "gpu03"], allocation(2, 3)) is False
+    assert first_node_is_lost(["gpu02", "gpu01"], allocation(1, 2)) is False
 
 
 @pytest.fixture
 def survivor(tmp_path: Path, slurm_command: Command, monkeypatch: pytest.MonkeyPatch) -> NodeAttempt:
-    """The only agent that is left of two; the head node's has sent no heartbeat for minutes."""
+    """The only agent that is left of two; the first node's has sent no heartbeat for minutes."""
     run = recorded_run(tmp_path / "r", resources=Resources(nodes="2"))
     write_events(run, claimed(nodes=("gpu01", "gpu02")), file="attempt-001-node-00.jsonl")
     run.script.touch()
@@ -79,9 +79,9 @@ def test_survivors_read_only_what_the_agents_of_their_attempt_wrote(survivor: No
 
 
 def take_over(node: NodeAttempt) -> int:
-    """What an agent does that has lost contact with its head node, and has no snapshot."""
+    """What an agent does that has lost contact with its first node, and has no snapshot."""
     directive = SimpleNamespace(members=(0, 1))
-    channel: Any = SimpleNamespace(silent_seconds=6.0, directive=directive, head_has_ended=False)
+    channel: Any = SimpleNamespace(silent_seconds=6.0, directive=directive, first_node_has_ended=False)
     monitor: Any = SimpleNamespace(
         last_step=5, counted_steps=None, node_dir=NodeDir(node.run.path / "memory"), is_stopping=False
     )
@@ -222,7 +222,7 @@ def test_controller_that_is_away_is_asked_again(node: NodeAttempt, slurm_command
 
 @pytest.fixture
 def batch_script(survivor: NodeAttempt, monkeypatch: pytest.MonkeyPatch) -> NodeAttempt:
-    """What outlives the agents on the head node, when srun has ended."""
+    """What outlives the agents on the first node, when srun has ended."""
     environment = {
         "SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu[01-02]", "SLURM_PROCID": "0",
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the head node's agent records when an attempt ends, and whether and where the run goes on; without Slurm."""
+"""What the first node's agent records when an attempt ends, and whether and where the run goes on; without Slurm."""
 
 import time
 from dataclasses import replace
@@ -434,7 +434,7 @@ def test_agent_that_was_asked_to_stop_has_not_failed(ended: EndedAttemptMaker, s
         "defect",
         "lost node",
         "lost node that never joined",
-        "head node that never joined",
+        "first node that never joined",
     ],
 )
 def test_nodes_that_the_next_job_avoids_after_a_failed_agent(

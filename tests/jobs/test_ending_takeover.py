@@ -1,4 +1,4 @@
-"""Who continues a run whose head node is lost, and in which job; without Slurm."""
+"""Who continues a run whose first node is lost, and in which job; without Slurm."""
 
 import time
 from dataclasses import replace
@@ -33,7 +33,7 @@ def take_over(survivor: EndedAttempt, *, is_member: bool = True) -> int:
         silent_seconds=6.0,
         directive=SimpleNamespace(members=(0, 1, 2) if is_member else (0, 2)),
         report=lambda **_: None,
-        head_has_ended=False,
+        first_node_has_ended=False,
     )
     return ending.take_over(survivor.node, channel, survivor.monitor)
 
@@ -72,18 +72,18 @@ def test_job_that_slurm_ends_is_left_to_it(
     assert slurm.asked == []
 
 
-@pytest.mark.parametrize("ending_of_head", ["requeued", "not_continued"])
+@pytest.mark.parametrize("ending_of_first_node", ["requeued", "not_continued"])
 def test_agent_that_is_cut_off_itself_acts_only_if_the_head_gives_up(
-    ended: EndedAttemptMaker, slurm: AnsweringSlurm, slurm_command: Command, ending_of_head: str
+    ended: EndedAttemptMaker, slurm: AnsweringSlurm, slurm_command: Command, ending_of_first_node: str
 ) -> None:
     survivor = ended(node_rank=1)
     slurm_command("squeue", f"echo '7|RUNNING|None|gpu[01-03]|gpu01|0|N/A|N/A|{survivor.run.script}|'")
     survivor.node.record(NodeLost(node="gpu02", last_heard=1.0, detail="lost contact with gpu02"))
     ending.record_end(survivor.node, AttemptEnded(attempt=1, cause=Cause.NODE_FAILURE))
-    fields = {"job_id": "7"} if ending_of_head == "requeued" else {"detail": "Slurm does not answer"}
-    write_events(survivor.run, event(ending_of_head, attempt=1, **fields), file="attempt-001-node-02.jsonl")
+    fields = {"job_id": "7"} if ending_of_first_node == "requeued" else {"detail": "Slurm does not answer"}
+    write_events(survivor.run, event(ending_of_first_node, attempt=1, **fields), file="attempt-001-node-02.jsonl")
     assert take_over(survivor) == 0
-    assert slurm.asked == ([] if ending_of_head == "requeued" else ["sbatch --parsable", "scancel 7"])
+    assert slurm.asked == ([] if ending_of_first_node == "requeued" else ["sbatch --parsable", "scancel 7"])
 
 
 def test_agent_that_nobody_confirms_goes_on_after_a_while(
@@ -110,7 +110,7 @@ def test_spare_lets_a_member_with_a_snapshot_go_first(
     assert waited == [5.0]
 
 
-def test_cancelled_run_without_its_head_node_ends(
+def test_cancelled_run_without_its_first_node_ends(
     ended: EndedAttemptMaker, slurm: AnsweringSlurm, slurm_command: Command
 ) -> None:
     survivor = ended(joined(), node_rank=1)
@@ -145,7 +145,7 @@ def test_replaced_job_is_ended_unless_the_agent_that_replaced_it_did_so(  # noqa
 
 
 @pytest.mark.parametrize(("settings", "metrics", "step"), [({}, 5, None), (TRAINING, 5, 5), (TRAINING, None, 0)])
-def test_run_whose_head_node_died_before_it_claimed_an_attempt_goes_on(
+def test_run_whose_first_node_died_before_it_claimed_an_attempt_goes_on(
     tmp_path: Path, slurm: AnsweringSlurm, settings: dict[str, Any], metrics: int | None, step: int | None
 ) -> None:
     survivor = EndedAttempt(tmp_path, attempt_ended(), train_started(), node_rank=1, **settings)
@@ -153,9 +153,9 @@ def test_run_whose_head_node_died_before_it_claimed_an_attempt_goes_on(
         survivor.run.train_metrics.parent.mkdir()
         append_json_line(survivor.run.train_metrics, {"step": metrics})
     allocation = replace(survivor.node.allocation, job_id="9", node_rank=1)
-    assert ending.replace_headless_job(survivor.run, survivor.node.spec, allocation, "no head") == 0
+    assert ending.replace_job_without_first_node(survivor.run, survivor.node.spec, allocation, "gone") == 0
     last = [each for each in records_in(survivor.run.events) if each["event"] == "attempt_ended"][-1]
-    assert (last["attempt"], last["cause"], last["node"], last["detail"]) == (2, "node_failure", "gpu01", "no head")
+    assert (last["attempt"], last["cause"], last["node"], last["detail"]) == (2, "node_failure", "gpu01", "gone")
     assert last["step"] == step
     claim = [each for each in records_in(survivor.run.events) if each["event"] == "claimed"][-1]
     assert (claim["port"], claim["secret"]) == (0, ""), "it listens nowhere"

@@ -52,7 +52,7 @@ def stack() -> Iterator[ExitStack]:
 
 
 def node(directory: Path, node_rank: int) -> Probe:
-    """Return one of two nodes; the head's name leads to this machine."""
+    """Return one of two nodes; the first node's name leads to this machine."""
     allocation = NodeAllocation(
         cluster="slurm", job_id="7", restart=0, node_rank=node_rank, hostnames=("localhost", "gpu02"), cpus=None
     )

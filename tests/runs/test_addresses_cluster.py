@@ -24,7 +24,7 @@ def assert_ports(run: Run) -> None:
     assert used <= set(PORTS)
 
 
-def test_run_that_lost_its_head_node_completes_in_a_new_job(site: Site) -> None:
+def test_run_that_lost_its_first_node_completes_in_a_new_job(site: Site) -> None:
     """On a network that has IPv6 alone."""
     run = site.submit("--data=data", "--nodes=2", *VERY_FEW_EPOCHS, *NETWORK, "--interface=eth2", **SLOW_STEPS)
     assert_loses_a_node(site, run, 1, place=0)

@@ -41,7 +41,7 @@ def test_setup_reaches_the_ranks_of_all_nodes_at_every_start(site: Site) -> None
     status = run.wait_for_state("completed")
     assert both_found(2)
     assert len(status["attempts"][-1]["nodes"]) == 2
-    assert (site.path / "loaded").read_text().splitlines() == ["", "1"], "once per job start, on the head node alone"
+    assert (site.path / "loaded").read_text().splitlines() == ["", "1"], "once per job start, on the first node alone"
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def rank_pid(run: Run, rank: int) -> int:
 
 
 def wait_for_snapshot(run: Run, after: int) -> None:
-    """Wait until all nodes hold a snapshot of a later step: the head node has the next one, too."""
+    """Wait until all nodes hold a snapshot of a later step: the first node has the next one, too."""
     run.wait_for_steps(1)
     process = Path(f"/proc/{rank_pid(run, 0)}")
     words = (process / "environ").read_bytes().split(b"\0")

@@ -18,7 +18,7 @@ def user(ordinary_user: Site, site: Site) -> Iterator[Site]:
     site.slurm("sacctmgr", "--immediate", "delete", "user", str(ordinary_user.user))
 
 
-def test_run_that_is_preempted_and_loses_its_head_node_continues_in_the_place_of_its_job(
+def test_run_that_is_preempted_and_loses_its_first_node_continues_in_the_place_of_its_job(
     user: Site, site: Site
 ) -> None:
     run = user.submit("--data=data", "--nodes=2", *VERY_FEW_EPOCHS, **SLOW_STEPS)

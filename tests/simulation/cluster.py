@@ -299,7 +299,7 @@ class Cluster(World):
         """Cut a host's power."""
         self.tell(f"{host} dies")
         self.network.dead.add(host)
-        # Nobody misses an agent that had closed its connection, because it had lost contact with the head.
+        # Nobody misses an agent that had closed its connection, because it had lost contact with the first node.
         self.slurm.kill_host(host, has_agent=self.network.is_connected(host))
         for process in self.processes_on(host):
             process.end(137)
@@ -531,7 +531,7 @@ _REPLACED: dict[str, Any] = {
     "jobs.agent.commenting": lambda _node: _Nothing(),
     "jobs.agent.sending": lambda _node: _Nothing(),
     "jobs.agent.find_allocation": _allocation,
-    "jobs.agent.head_hosts": lambda head, _addresses, _interface: [head],
+    "jobs.agent.first_node_hosts": lambda head, _addresses, _interface: [head],
     "jobs.agent.own_addresses": lambda _interface: [Cluster.present().process.host],
     "jobs.agent.pick_port": lambda _ports: Cluster.present().network.free_port(),
     "jobs.agent.prepare_round": lambda *_args, **_: None,

@@ -47,18 +47,18 @@ KNOWN = {
         is_script=False, notifies=True, has_supervisor=True,
         configuration={"preempt_mode": "CANCEL", "grace_seconds": 0.0, "kill_wait": 5.0},
     ),
-    # The steps since the head node's last snapshot were done again, though another node had them.
-    "the head node's GPU is dead, and then another node dies": _plan(
+    # The steps since the first node's last snapshot were done again, though another node had them.
+    "the first node's GPU is dead, and then another node dies": _plan(
         Fault(at=10.0, after=_TRAINS, kind="device", host="gpu01"),
         _kill_host(10.0, "round 2, begin", "gpu02"), nodes="2:3",
     ),
     # The old job stayed until its time limit, without a process, on nodes for which the next one waited.
-    "the head node dies before it has ended the job that it replaced": _plan(
+    "the first node dies before it has ended the job that it replaced": _plan(
         _kill_host(10.0, _TRAINS, "gpu03"), _kill_host(0.1, "job 2 is submitted"), nodes="3",
         configuration={"nodes": ("gpu01", "gpu02", "gpu03", "gpu04", "gpu05"), "slurmd_timeout": 300.0},
     ),
-    # The other agents left, and deleted their snapshots, before the head node's agent had saved its own.
-    "a rank has failed, the job is preempted, and the head node dies": _plan(
+    # The other agents left, and deleted their snapshots, before the first node's agent had saved its own.
+    "a rank has failed, the job is preempted, and the first node dies": _plan(
         Fault(at=5.0, after=_TRAINS, kind="oom", host="gpu03"), Fault(at=2.0, after="fails: oom", kind="preempt"),
         _kill_host(0.6, "out_of_memory: rank"), nodes="3",
         configuration={"grace_seconds": 20.0, "slurmd_timeout": 20.0},
@@ -119,8 +119,8 @@ KNOWN = {
         nodes="3", training=replace(_TRAINING, total_steps=200),
         configuration={"nodes": ("gpu01", "gpu02", "gpu03", "gpu04", "gpu05")},
     ),
-    # The head had no part in the round, and the live node left the saving to the lost one, which came first.
-    "the first member of a round without the head is lost before a preemption": _plan(
+    # The first node had no part in the round, and the live node left the saving to the lost one, which came first.
+    "the first member of a round without the first node is lost before a preemption": _plan(
         Fault(at=10.0, after=_TRAINS, kind="device", host="gpu01"), _kill_host(30.0, _TRAINS, "gpu02"),
         Fault(at=40.0, after=_TRAINS, kind="preempt"), nodes="2:3", training=replace(_TRAINING, total_steps=200),
     ),
@@ -143,11 +143,11 @@ KNOWN = {
         Fault(at=0.0, after=_DONE, kind="cancel"), is_script=False, notifies=True, has_supervisor=True,
     ),
     # Its job went on without a single process until its time limit.
-    "the head node dies between the last step and the record of the end": _plan(_kill_host(0.9, _DONE)),
-    # The same: the other agents only said that they could not reach the head node's.
-    "the head node dies before the others have reached it": _plan(_kill_host(1.0)),
+    "the first node dies between the last step and the record of the end": _plan(_kill_host(0.9, _DONE)),
+    # The same: the other agents only said that they could not reach the first node's.
+    "the first node dies before the others have reached it": _plan(_kill_host(1.0)),
     # The other agents deleted their snapshots, because the job was ending.
-    "the job is requeued while its head node is dead": _plan(_kill_host(20.0), Fault(at=22.0, kind="requeue")),
+    "the job is requeued while its first node is dead": _plan(_kill_host(20.0), Fault(at=22.0, kind="requeue")),
     # A job that started while its storage failed was over at once, and the run with it.
     "the storage fails while the agents start": _plan(
         Fault(at=0.4, kind="storage-fails", host="gpu01", seconds=40.0), nodes="1"
@@ -157,7 +157,7 @@ KNOWN = {
         Fault(at=18.0, kind="killed", host="gpu02"), Fault(at=19.0, kind="crash", host="gpu01"), interruptions=2
     ),
     # The agents waited for 15 minutes for Slurm to mark a node down that had come back.
-    "the head node is rebooted before it counts as down": _plan(
+    "the first node is rebooted before it counts as down": _plan(
         Fault(at=0.0, after=_TRAINS, kind="refuse-sbatch"), _kill_host(10.0, _TRAINS),
         Fault(at=25.0, after=_TRAINS, kind="revive", host="gpu01"), configuration={"slurmd_timeout": 300.0},
     ),
@@ -181,7 +181,7 @@ KNOWN = {
         Fault(at=0.0, after=_TRAINS, kind="refuse-sbatch"),
         Fault(at=10.0, after=_TRAINS, kind="kill-agent", host="gpu02"), attempts=2,
     ),
-    # The head node's agent, which waited for Slurm, did not see that the other node died, and requeued the job.
+    # The first node's agent, which waited for Slurm, did not see that the other node died, and requeued the job.
     "a node dies while Slurm does not answer at the end": _plan(
         Fault(at=5.0, after=_TRAINS, kind="controller-away", seconds=80.0),
         Fault(at=10.0, after=_TRAINS, kind="signal"),
@@ -190,7 +190,7 @@ KNOWN = {
     ),
     # --- found before ---
     "all agents are killed": _plan(Fault(at=20.0, kind="kill-agent", host="gpu01"), nodes="1"),
-    "the head node dies before its agent starts": _plan(_kill_host(0.0, _STARTS)),
+    "the first node dies before its agent starts": _plan(_kill_host(0.0, _STARTS)),
     "Slurm refuses the requeue": _plan(
         Fault(at=0.0, after=_TRAINS, kind="refuse-requeue"), Fault(at=10.0, after=_TRAINS, kind="signal", host="gpu01"),
     ),
@@ -201,15 +201,15 @@ KNOWN = {
         Fault(at=0.0, after=_TRAINS, kind="lost-submission"), _kill_host(10.0, _TRAINS), attempts=2,
         configuration={"slurmd_timeout": 300.0},
     ),
-    "the head node is cut off": _plan(
+    "the first node is cut off": _plan(
         Fault(at=10.0, after=_TRAINS, kind="isolate", host="gpu01", seconds=150.0), nodes="2:3",
         training=replace(_TRAINING, total_steps=200), recovery=Recovery(hang_timeout="10s", elastic=True),
     ),
-    "a head node that is cut off trains alone": _plan(
+    "a first node that is cut off trains alone": _plan(
         Fault(at=10.0, after=_TRAINS, kind="isolate", host="gpu01", seconds=150.0), nodes="1:3",
         training=replace(_TRAINING, total_steps=200),
     ),
-    "the head node is suspended and cut off": _plan(
+    "the first node is suspended and cut off": _plan(
         Fault(at=10.0, after=_TRAINS, kind="suspend", host="gpu01", seconds=80.0),
         Fault(at=0.0, after=_TRAINS, kind="isolate", host="gpu01", seconds=240.0), nodes="1:3",
         training=replace(_TRAINING, total_steps=300, checkpoint_steps=5), configuration={"slurmd_timeout": 300.0},
@@ -218,7 +218,7 @@ KNOWN = {
         Fault(at=10.0, after=_TRAINS, kind="cut", host="gpu03", seconds=80.0), nodes="2:3",
         training=replace(_TRAINING, total_steps=200), attempts=1,
     ),
-    "the head node is suspended": _plan(
+    "the first node is suspended": _plan(
         Fault(at=10.0, after=_TRAINS, kind="suspend", host="gpu01", seconds=20.0), nodes="3",
         attempts=1, interruptions=0, configuration={"nodes": ("gpu01", "gpu02", "gpu03")},
     ),
@@ -226,7 +226,7 @@ KNOWN = {
         _kill_host(10.0, _TRAINS), _kill_host(0.2, "lost contact with gpu01", "gpu02"),
         nodes="3", configuration={"nodes": ("gpu01", "gpu02", "gpu03", "gpu04", "gpu05", "gpu06")},
     ),
-    "Slurm is away while the head node is lost and the supervisor runs": _plan(
+    "Slurm is away while the first node is lost and the supervisor runs": _plan(
         _kill_host(10.0, _TRAINS), Fault(at=2.0, after="gpu01 dies", kind="controller-away", seconds=60.0),
         has_supervisor=True, attempts=2,
     ),
@@ -264,7 +264,7 @@ KNOWN = {
         *(Fault(at=20.0, kind="killed", host=f"gpu0{1 + number % 2}") for number in range(4)),
         training=replace(_TRAINING, snapshot_steps=1000, checkpoint_steps=1000), attempts=1, interruptions=4,
     ),
-    "the head node is lost while another run waits": _plan(_kill_host(10.0, _TRAINS), next_run="after", attempts=2),
+    "the first node is lost while another run waits": _plan(_kill_host(10.0, _TRAINS), next_run="after", attempts=2),
     "a job that waits cannot be told of the next one": _plan(
         Fault(at=0.0, after=_TRAINS, kind="refuse-update"), _kill_host(10.0, _TRAINS),
         next_run="after_ok", attempts=2, configuration={"slurmd_timeout": 20.0},

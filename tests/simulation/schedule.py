@@ -328,7 +328,7 @@ class Schedule:
         return outcome is not None and not any(job.alive for job in jobs)
 
     def _is_empty(self, job: Job) -> bool:
-        """Return whether a running job has lost its head node, and all its processes: only a supervisor ends it."""
+        """Return whether a running job has lost its first node, and all its processes: only a supervisor ends it."""
         return job.state is State.RUNNING and all(not process.alive for process in job.processes)
 
     def _inject(self, fault: Fault) -> None:
@@ -428,7 +428,7 @@ class Schedule:
         self._check_next()
         for restored, newest in self.cluster.set_back:
             hurried = self._had("cancel") and self.plan.configuration.kill_wait < _RECORD_SECONDS
-            # The head waits for ranks that cannot save, and dies: Slurm ends the others before they notice it.
+            # The first node waits for ranks that cannot save, and dies: Slurm ends the others before they notice it.
             hung = self._had("hang") and self._had("preempt") and self._had("kill-host")
             if not self._had(*_LOSE_STATES) and not hurried and not hung:
                 self._violate(

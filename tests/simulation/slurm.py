@@ -487,7 +487,7 @@ class Slurm:
     def _noticed_after(self, job: Job, host: str) -> float:
         """Seconds after which the agent that asks can know of a dead node, unless its agent had left before.
 
-        Only the head node's agent is connected to all others; another one knows of these what Slurm says.
+        Only the first node's agent is connected to all others; another one knows of these what Slurm says.
         """
         connected = job.batch_host in {self.world.process.host, host}
         return _NOTICED_SECONDS if connected else self.configuration.slurmd_timeout / 2 + _NOTICED_SECONDS

@@ -510,7 +510,7 @@ def assert_loses_a_node(site: Site, run: Run, attempt: int, place: int = 1) -> l
         site: of an administrator.
         run: is training, or about to.
         attempt: counted from 1.
-        place: of the node in its job; 0 is the head node.
+        place: of the node in its job; 0 is the first node.
     """
     run.wait_for_more_steps(attempt)
     with dead(site, run.events("claimed")[-1]["nodes"][place]):

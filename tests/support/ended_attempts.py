@@ -62,7 +62,7 @@ class AnsweringSlurm:
 
 
 class EndedAttempt:
-    """An attempt on three nodes that has just ended, as its head node's agent sees it."""
+    """An attempt on three nodes that has just ended, as its first node's agent sees it."""
 
     def __init__(self, path: Path, *events: Event, local: bool = False, node_rank: int = 0, **spec: Any) -> None:
         settings = {"resources": Resources(nodes="2:3"), **spec}
@@ -97,7 +97,7 @@ class EndedAttempt:
             self.nodes.report(1, phase=Phase.LEFT)
 
     def conclude(self) -> int:
-        """Have the head node's agent conclude it."""
+        """Have the first node's agent conclude it."""
         return ending.conclude(self.node, cast("Any", self.nodes), self.monitor, self.coordinator)
 
     def fails(self, cause: Cause = Cause.CRASHED, **fields: Any) -> None:

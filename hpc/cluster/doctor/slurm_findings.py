@@ -108,7 +108,7 @@ def _user_signal(site: ClusterFacts) -> Finding | None:
     if may_be_preempted(site.cluster) is False:
         return ok("not set; jobs of this partition are not preempted")
     if site.run and not site.run.is_script:
-        return ok("not set; the trainer also saves on SIGTERM")
+        return ok("not set; the classifier also saves on SIGTERM")
     return note(
         "preempt_send_user_signal is not set",
         "a preemption sends only SIGTERM: your own script loses work if it saves only on SIGUSR2",
@@ -187,8 +187,8 @@ def _submits_from_nodes(site: ClusterFacts) -> Finding | None:
         return ok("AllocNodes=ALL")
     return note(
         f"AllocNodes={given}",
-        "unless these include the compute nodes, a run that lost its head node, or too many nodes, restarts only after "
-        "Slurm has noticed (SlurmdTimeout)",
+        "unless these include the compute nodes, a run that lost its first node, or too many nodes, restarts only "
+        "after Slurm has noticed (SlurmdTimeout)",
         site.ask("AllocNodes=ALL"),
     )
 

@@ -41,7 +41,7 @@ class DrillOptions(cli.RunOptions):
     rank: int | None = None
     """Rank for worker-kill and hang (default: the last rank), or for disk-full (default: 0)."""
     node: Annotated[str | None, Flag(metavar="NAME")] = None
-    """Node for node-kill. Default: the last node that is not the head node."""
+    """Node for node-kill. Default: the last node that is not the first node."""
     yes: bool = False
     """Do not ask for confirmation."""
 

@@ -41,7 +41,7 @@ _SAME_SETTINGS = (
     "cluster", "gpus-per-node", "cpus-per-gpu", "mem", "partition", "account", "qos", "constraint", "exclude", "sbatch",
     "setup", "interface", "port-range", "stage-dir", "stage-keep", "device", "stage-env",
 )  # fmt: skip
-# Flags of the trainer that the evaluation takes from the other run.
+# Flags of the classifier that the evaluation takes from the other run.
 _SAME_TRAINING = (
     "model",
     "seed",

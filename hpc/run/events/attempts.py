@@ -20,16 +20,16 @@ from hpc.run.events.kinds import (
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One attempt, from the claim of its head node's agent to its end. Times are seconds since the epoch."""
+    """One attempt, from the claim of its first node's agent to its end. Times are seconds since the epoch."""
 
     attempt: int
     job_id: str
     restart: int
     secret: str
     port: int
-    """The port on which the head node's agent listens to the other agents."""
+    """The port on which the first node's agent listens to the other agents."""
     addresses: tuple[str, ...] = ()
-    """The addresses of the head node, which the other agents try after its name."""
+    """The addresses of the first node, which the other agents try after its name."""
     nodes: tuple[str, ...]
     started: float
     start_once: bool = False

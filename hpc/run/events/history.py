@@ -176,7 +176,7 @@ class History:
 
     @property
     def knows_steps(self) -> bool:
-        """Whether the ranks have recorded the step from which they started, as the trainer and `with state(...)` do."""
+        """Whether the ranks recorded the step from which they started, as the classifier and `with state(...)` do."""
         return bool(self.of(TrainStarted))
 
     @property

@@ -72,7 +72,7 @@ class Submitted(Event, frozen=True, kw_only=True):
 
 
 class StartedNothing(Event, frozen=True, kw_only=True):
-    """The head node's agent has begun no attempt in this start of the job."""
+    """The first node's agent has begun no attempt in this start of the job."""
 
     job_id: str
     restart: Int
@@ -167,7 +167,7 @@ class Notified(Event, frozen=True, kw_only=True):
 
 
 class Claimed(Event, frozen=True, kw_only=True):
-    """The head node's agent has begun an attempt."""
+    """The first node's agent has begun an attempt."""
 
     attempt: Int
     job_id: str
@@ -182,7 +182,7 @@ class Claimed(Event, frozen=True, kw_only=True):
 
 
 class Joined(Event, frozen=True, kw_only=True):
-    """An agent has joined the attempt: it has reached the head node's agent."""
+    """An agent has joined the attempt: it has reached the first node's agent."""
 
     node: str
     node_rank: Int | None = None
@@ -264,7 +264,7 @@ class NotForked(Event, frozen=True, kw_only=True):
 
 
 class NodeLost(Event, frozen=True, kw_only=True):
-    """The head node's agent has lost contact with a node, or another agent has lost contact with the head node."""
+    """The first node's agent has lost contact with a node, or another agent has lost contact with the first node."""
 
     node: str
     last_heard: Time | None = None
@@ -272,13 +272,13 @@ class NodeLost(Event, frozen=True, kw_only=True):
 
 
 class NodeReturned(Event, frozen=True, kw_only=True):
-    """The head node's agent has regained contact with a lost node."""
+    """The first node's agent has regained contact with a lost node."""
 
     node: str
 
 
 class Interrupted(Event, frozen=True, kw_only=True, tag="interruption"):
-    """The head node's agent reports a failure that the attempt survived."""
+    """The first node's agent reports a failure that the attempt survived."""
 
     cause: str
     step: Int | None = None
@@ -298,7 +298,7 @@ class Interrupted(Event, frozen=True, kw_only=True, tag="interruption"):
 
 
 class AttemptEnded(Event, frozen=True, kw_only=True):
-    """An attempt has ended. The head node's agent records this or, if it could not, another process."""
+    """An attempt has ended. The first node's agent records this or, if it could not, another process."""
 
     attempt: Int
     cause: str
@@ -319,7 +319,7 @@ class AttemptEnded(Event, frozen=True, kw_only=True):
 
 
 class RoundStarted(Event, frozen=True, kw_only=True, tag="rendezvous"):
-    """The head node's agent has started a round of torchrun."""
+    """The first node's agent has started a round of torchrun."""
 
     members: tuple[Int, ...]
     """The node ranks that train."""
@@ -328,7 +328,7 @@ class RoundStarted(Event, frozen=True, kw_only=True, tag="rendezvous"):
 
 
 class Checked(Event, frozen=True, kw_only=True):
-    """The head node's agent records that these nodes have passed the preflight of a user's script."""
+    """The first node's agent records that these nodes have passed the preflight of a user's script."""
 
     nodes: tuple[str, ...]
 
@@ -454,7 +454,7 @@ class RankFailed(Event, frozen=True, kw_only=True):
 
 
 class RanksStarted(Event, frozen=True, kw_only=True):
-    """The head node's agent reports that all ranks of a round have started, or have been restarted together."""
+    """The first node's agent reports that all ranks of a round have started, or have been restarted together."""
 
     round: Int
     restarts: Int = 0
@@ -463,20 +463,20 @@ class RanksStarted(Event, frozen=True, kw_only=True):
 
 
 class RanksEnded(Event, frozen=True, kw_only=True):
-    """The head node's agent reports that these ranks have ended with exit code 0 while the others run."""
+    """The first node's agent reports that these ranks have ended with exit code 0 while the others run."""
 
     ranks: tuple[Int, ...]
 
 
 class RanksSilent(Event, frozen=True, kw_only=True):
-    """The head node's agent reports that the ranks of a script without heartbeats do nothing, or do something again."""
+    """The first node's agent reports that a script's ranks, which send no heartbeats, are idle, or are busy again."""
 
     seconds: Number
     """Seconds since a rank last used the processor, read or wrote; 0 if the ranks do something again."""
 
 
 class SlowRank(Event, frozen=True, kw_only=True):
-    """The head node's agent reports a rank for which all other ranks wait."""
+    """The first node's agent reports a rank for which all other ranks wait."""
 
     rank: Int
     node: str
@@ -546,7 +546,7 @@ class NotificationFailed(OfMessage, frozen=True, kw_only=True):
 
 
 class OfTracker(Event, frozen=True, kw_only=True):
-    """A process of the head node sends the metrics to a tracker."""
+    """A process of the first node sends the metrics to a tracker."""
 
     service: str
 

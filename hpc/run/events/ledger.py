@@ -155,7 +155,7 @@ class SucceededError(TorchrelayError):
 
 
 def claim_file(run: RunDir, attempt: int) -> Path:
-    """Return the file that claims an attempt: the head node's agent creates it, then writes its events there.
+    """Return the file that claims an attempt: the first node's agent creates it, then writes its events there.
 
     Copies of relay from version 0.2 look for the next attempt's file by this name. Later ones get its path.
     """

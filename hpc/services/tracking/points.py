@@ -1,4 +1,4 @@
-"""Reads the numbers in `metrics/*.jsonl`, of the trainer or a script, by the names that trackers show."""
+"""Reads the numbers in `metrics/*.jsonl`, of the classifier or a script, by the names that trackers show."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

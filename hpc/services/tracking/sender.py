@@ -1,6 +1,6 @@
 """Sends the metrics of a run to a tracker while it trains. Runs on compute nodes: a process for each tracker.
 
-The head node's agent starts `python -m hpc.services.tracking.sender RUN_DIR SERVICE ATTEMPT`, which can neither stop
+The first node's agent starts `python -m hpc.services.tracking.sender RUN_DIR SERVICE ATTEMPT`, which can neither stop
 nor delay the training. The process ends when its standard input ends: at the end of the attempt, or when the agent
 dies. If it cannot send, as on nodes without internet, `hpc sync` sends the missing points from the login node.
 """

@@ -77,7 +77,7 @@ def rank_variables(run: RunDir, spec: RunSpec) -> dict[str, str]:
 
 
 def settings_of(run: RunDir, spec: RunSpec) -> dict[str, Any]:
-    """Return the run's settings by name: the flags of the trainer, or the command line of a script."""
+    """Return the run's settings by name: the flags of the classifier, or the command line of a script."""
     training, resources, given = spec.training, spec.resources, dict[str, Any]()
     if training:
         given |= asdict(training.train) | {"recipe": training.recipe, "forked_from": training.forked_from}

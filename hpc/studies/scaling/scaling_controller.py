@@ -92,7 +92,7 @@ class ScalingController:
     def _follow(self, size: Size, summary: Summary) -> bool:
         """Return whether the run of a size goes on, and announce its end.
 
-        A script is cancelled when it has trained for the study's minutes. Our trainer ends by itself.
+        A script is cancelled when it has trained for the study's minutes. The classifier ends by itself.
         """
         state, run = summary.state, self._study.run(size.name)
         if state in TERMINAL:

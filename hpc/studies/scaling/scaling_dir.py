@@ -51,7 +51,7 @@ class ScalingSpec(GroupSpec):
         return sorted(sizes, key=lambda size: (size.ranks, size.nodes))
 
     def settings_of(self, size: Size) -> dict[str, Any]:
-        """Return the settings of a size's run: nodes, GPUs per node and, for our trainer, batch size and time."""
+        """Return the settings of a size's run: nodes, GPUs per node and, for the classifier, batch size and time."""
         gpus = f"{self.gpu_type}:{size.gpus}" if self.gpu_type else size.gpus
         settings: dict[str, Any] = {"nodes": size.nodes, "gpus-per-node": gpus}
         if self.batch_size is not None:

@@ -48,7 +48,7 @@ class UserCode:
     in_place: bool = False
     """Whether the script runs where it is, instead of from a copy."""
     layout: CodeLayout = field(default_factory=CodeLayout)
-    """What is copied and linked: nothing for our trainer, which needs no file of the user's directory."""
+    """What is copied and linked: nothing for the classifier, which needs no file of the user's directory."""
     text: ScriptText = NO_TEXT
     """The script and the modules that it imports."""
     tracked: frozenset[str] = frozenset()
@@ -119,7 +119,7 @@ def find_code(
 
     Args:
         working_directory: the directory to which the script's path is relative.
-        script: the user's script, or `-m` and a module, and its arguments; empty for our trainer.
+        script: the user's script, or `-m` and a module, and its arguments; empty for the classifier.
         runs_dir: the directory of the runs, which no run sees.
         elsewhere: whether a module may be installed in an environment that this process cannot see.
         kept: what the run has written, if it gets new code.

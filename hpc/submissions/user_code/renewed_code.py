@@ -52,7 +52,7 @@ def prepare_code(run: RunDir, spec: RunSpec, cleanup: ExitStack) -> NewCode:
         changed = {name: record.copied[name] for name in code.written & record.copied.keys()}
         dataclasses.replace(made, copied={**made.copied, **changed}).save(temporary.code)
     replaced = []
-    # Our trainer writes nothing there; all that an earlier version had copied for it may go.
+    # The classifier writes nothing there; all that an earlier version had copied for it may go.
     for name in sorted(written_files(run.code, record) if code.script else ()):
         if name in code.written:
             _link(run.code / name, temporary.code / name)

@@ -39,7 +39,7 @@ _FIND = "import importlib.util as util; print((spec := util.find_spec('torch')) 
 
 
 def check_use(flag: str, value: Path | str | None, *, trains: bool, stages: bool) -> None:
-    """Raise UserError if `--python` or `--container` is given for the trainer or together with `--stage-env`."""
+    """Raise UserError if `--python` or `--container` is given for the classifier or together with `--stage-env`."""
     if value is None:
         return
     if trains:

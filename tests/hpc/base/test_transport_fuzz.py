@@ -1,4 +1,4 @@
-"""The transport under attack: a head's agent and another one's, and thousands of connections from others meanwhile."""
+"""The transport under attack: a first node's agent and another's, and thousands of connections from others."""
 
 import random
 import subprocess
@@ -50,7 +50,7 @@ def test_ten_thousand_hostile_connections_leave_the_agents_untouched() -> None:
         for attacker in attackers:
             attacker.start()
         while any(attacker.is_alive() for attacker in attackers):
-            assert look()[0] == "False", "the head hears the other agent"
+            assert look()[0] == "False", "the first node hears the other agent"
             assert client.silent_seconds < LOST_SECONDS, "and the other way round"
             time.sleep(0.2)
         # With the secret, too, what is no message ends its connection alone.

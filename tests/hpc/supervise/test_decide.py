@@ -58,7 +58,7 @@ TABLE: list[tuple[str, dict[str, Any], Action, str]] = [
     # Jobs that need nothing.
     ("waits for its turn", {"jobs": [job(JobState.PENDING, reason="Priority")]}, Action.KEEP, "is pending (Priority)"),
     ("lost its first node before it started",
-     {"jobs": [job(JobState.RUNNING, started=NOW - 30, batch_host="gpu01")], "headless": frozenset({"7"})},
+     {"jobs": [job(JobState.RUNNING, started=NOW - 30, batch_host="gpu01")], "without_first_node": frozenset({"7"})},
      Action.RESUBMIT, "gpu01, its first node, was lost"),
     ("starts", {"jobs": [job(JobState.RUNNING, started=NOW - 5)]}, Action.KEEP, "is starting"),
     ("waits for space in its directory",

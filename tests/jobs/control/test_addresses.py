@@ -3,7 +3,7 @@ import sys
 
 from support.cluster import need
 
-from jobs.control.addresses import head_hosts, interface_of, own_addresses
+from jobs.control.addresses import first_node_hosts, interface_of, own_addresses
 
 _TWO_INTERFACES = """
 ip link set lo up
@@ -34,7 +34,7 @@ def test_loopback_is_an_interface_but_reaches_no_node() -> None:
     assert not {"127.0.0.1", "::1"} & set(own_addresses())
 
 
-def test_head_node_is_tried_by_its_name_unless_the_user_names_an_interface() -> None:
+def test_first_node_is_tried_by_its_name_unless_the_user_names_an_interface() -> None:
     addresses = ["10.1.0.1", "fd77::1"]
-    assert head_hosts("gpu01", addresses) == ["gpu01", *addresses]
-    assert head_hosts("gpu01", addresses, "ib0") == addresses
+    assert first_node_hosts("gpu01", addresses) == ["gpu01", *addresses]
+    assert first_node_hosts("gpu01", addresses, "ib0") == addresses

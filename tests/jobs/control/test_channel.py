@@ -61,7 +61,7 @@ def test_the_address_at_which_the_head_answers_is_kept(server: ControlServer) ->
     hosts = ["head.invalid", "240.0.0.1", "127.0.0.1"]
     client = ControlClient(hosts, server.port, "secret", NodeStatus(node_rank=1))
     assert client.met.wait(30)
-    assert (client.head_address, client.own_address) == ("127.0.0.1", "127.0.0.1")
+    assert (client.first_node_address, client.own_address) == ("127.0.0.1", "127.0.0.1")
     assert (server.address(1), server.own_address) == ("127.0.0.1", "127.0.0.1")
     client.close()
 
@@ -69,12 +69,12 @@ def test_the_address_at_which_the_head_answers_is_kept(server: ControlServer) ->
 def test_agents_meet_over_ipv6(server: ControlServer) -> None:
     client = ControlClient(["::1"], server.port, "secret", NodeStatus(node_rank=1))
     assert client.met.wait(10)
-    assert (client.head_address, server.address(1), server.own_address) == ("::1", "::1", "::1")
+    assert (client.first_node_address, server.address(1), server.own_address) == ("::1", "::1", "::1")
     client.close()
 
 
 def test_directive_is_sent_when_it_has_changed_and_on_each_new_connection(server: ControlServer) -> None:
-    """It names all members of a job: in every answer to thousands of nodes, it would keep the head busy."""
+    """It names all members of a job: in every answer to thousands of nodes, it would keep the first node busy."""
     directives = Directive(round=1, members=(1, 2)), Directive(round=2, members=(2,))
     server.directive = directives[0]
     for expected in ([*directives[:1], None, directives[1], None], [directives[1], None]):
@@ -89,7 +89,7 @@ def test_directive_is_sent_when_it_has_changed_and_on_each_new_connection(server
 
 @pytest.mark.parametrize("node_rank", [0, 3, 99, -1, "1", None, 1.5, [1], {}])
 def test_node_that_is_not_in_the_job_is_not_heard(server: ControlServer, node_rank: object) -> None:
-    """One with rank 99 ended the coordinator with an IndexError; one with rank 0 spoke for the head."""
+    """One with rank 99 ended the coordinator with an IndexError; one with rank 0 spoke for the first node."""
     with connect(("127.0.0.1", server.port), "secret", "control", LIMITS) as connection:
         connection.send({**asdict(NodeStatus(node_rank=1)), "node_rank": node_rank})
         with pytest.raises(TransportError, match="closed the connection"):
@@ -152,9 +152,9 @@ def test_head_that_hangs_before_the_training_falls_silent() -> None:
     server = ControlServer("secret", 3, timeout_seconds=1)
     client = ControlClient(["127.0.0.1"], server.port, "secret", NodeStatus(node_rank=1))
     wait_for(client.met.is_set)
-    wait_for(lambda: client.head_is_silent)
+    wait_for(lambda: client.first_node_is_silent)
     server.report(phase=Phase.RUNNING)
-    wait_for(lambda: not client.head_is_silent)
+    wait_for(lambda: not client.first_node_is_silent)
     client.close()
     server.close()
 
@@ -172,7 +172,7 @@ for _ in sys.stdin:
 
 @pytest.fixture
 def head() -> Iterator["subprocess.Popen[str]"]:
-    """The head node's agent, as a process."""
+    """The first node's agent, as a process."""
     pipes: dict[str, int] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", HEAD], cwd=ROOT, text=True, bufsize=1, **pipes) as process:
         yield process
@@ -199,11 +199,11 @@ def test_agent_that_was_suspended_does_not_count_the_others_as_silent(head: "sub
     assert max(silences) < LOST_SECONDS
 
 
-def test_killed_head_falls_silent(head: "subprocess.Popen[str]") -> None:
+def test_killed_first_node_falls_silent(head: "subprocess.Popen[str]") -> None:
     client = ControlClient(["127.0.0.1"], int(line_of(head)), "secret", NodeStatus(node_rank=2))
     wait_for(client.met.is_set)
     assert client.silent_seconds < LOST_SECONDS
     head.kill()
     wait_for(lambda: client.silent_seconds > LOST_SECONDS)
-    assert client.head_has_ended
+    assert client.first_node_has_ended
     client.close()

@@ -97,7 +97,7 @@ def test_node_that_has_left_is_not_lost(attempt: AttemptMaker, phase: Phase) -> 
     left.nodes.report(1, phase=phase)
     left.nodes.silent |= {0: 9.0, 1: 9.0}
     left.poll()
-    assert not left.events("node_lost"), "nor is the head node, whose agent decides this"
+    assert not left.events("node_lost"), "nor is the first node, whose agent decides this"
 
 
 def test_loss_of_a_spare_or_in_a_pause_interrupts_nothing(attempt: AttemptMaker) -> None:

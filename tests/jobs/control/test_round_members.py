@@ -93,7 +93,7 @@ def test_lost_node_is_not_waited_for_if_the_others_can_go_on() -> None:
 
 
 def test_member_that_ended_its_ranks_by_itself_needs_a_new_round() -> None:
-    """It heard nothing from the head node for some seconds, which the head did not notice."""
+    """It heard nothing from the first node for some seconds, which the first node did not notice."""
     assert decide_round(running(0, 1), view(RUNNING, READY)) == RoundDecision(members=(0, 1))
 
 

@@ -18,7 +18,7 @@ def test_allocation_from_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert allocation == NodeAllocation(
         cluster="slurm", job_id="42", restart=3, node_rank=2, hostnames=("gpu01", "gpu02", "gpu07"), cpus=8
     )
-    assert (allocation.head, allocation.host, allocation.is_head) == ("gpu01", "gpu07", False)
+    assert (allocation.first_node, allocation.host, allocation.is_first) == ("gpu01", "gpu07", False)
 
 
 def test_allocation_from_submitits_local_executor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,12 +151,12 @@ def test_node_that_cannot_stage_does_not_hold_up_the_others(nodes: Nodes, source
     assert started[1].wait(60) != 0
 
 
-def test_head_node_that_cannot_stage_does_not_hold_up_the_others(nodes: Nodes, source: Path) -> None:
+def test_first_node_that_cannot_stage_does_not_hold_up_the_others(nodes: Nodes, source: Path) -> None:
     nodes.local(0).chmod(0o777)
     started = nodes.start(source)
     assert started[0].wait(60) != 0
     for rank in (1, 2):
-        # Without a head node there is no job; but each must have ended by itself.
+        # Without a first node there is no job; but each must have ended by itself.
         started[rank].communicate(timeout=60)
 
 

@@ -1,6 +1,6 @@
 """Signals, cancellations, lost links and nodes on a real Slurm: a run goes on, and ends with the same weights.
 
-tests/acceptance has preemptions, killed and hung ranks, spares, elastic runs and lost head nodes.
+tests/acceptance has preemptions, killed and hung ranks, spares, elastic runs and lost first nodes.
 """
 
 import json
@@ -112,7 +112,7 @@ def without_link(node: str) -> Iterator[None]:
         subprocess.run([*link, "up"], check=True)
 
 
-def test_head_node_whose_link_is_lost_for_seconds(site: Site) -> None:
+def test_first_node_whose_link_is_lost_for_seconds(site: Site) -> None:
     run = site.submit("--data=data", "--nodes=2", *VERY_FEW_EPOCHS, **SLOW_STEPS)
     undisturbed = submit_undisturbed(site)
     run.wait_for_more_steps()
@@ -170,7 +170,7 @@ def test_own_script_is_checked_watched_and_stopped(site: Site) -> None:
     assert checked["nodes"] == attempt["nodes"]
     assert (hang["cause"], hang["round"]) == ("hang", 2), "the first round is the preflight's"
     run.wait("the same stack of both ranks", lambda: [group["ranks"] for group in stacks_of(run)] == [[0, 1]])
-    # A signal that only one node gets, and not the head: the script ends with 0, and is not complete.
+    # A signal that only one node gets, and not the first node: the script ends with 0, and is not complete.
     [agent] = agent_pids(run, attempt["nodes"][1])
     os.kill(agent, signal.SIGUSR2)
     run.wait("the next job", lambda: run.events("resubmitted"))

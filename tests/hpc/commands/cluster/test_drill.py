@@ -104,7 +104,7 @@ def chosen(run: RunDir, *events: Event, **flags: Any) -> DrillTarget:
 
 def test_last_rank_and_node_are_the_defaults(run: RunDir) -> None:
     by_default = chosen(run)
-    assert (by_default.rank, by_default.node) == (3, "b"), "not the head node"
+    assert (by_default.rank, by_default.node) == (3, "b"), "not the first node"
     assert chosen(run, train_started(4.0), kind="disk-full").rank == 0, "who writes the checkpoints"
     told = chosen(run, rank=1, node="a")
     assert (told.rank, told.node) == (1, "a")

@@ -141,7 +141,7 @@ def test_agent_joins_the_claim_of_its_own_start(run: RunDir) -> None:
     made = claim(run, place(restart=1), 1, "n")
     assert join(run, place(restart=1, node_rank=1), lambda: False, timeout_seconds=60.0) == made
     for later_start_or_another_job in (place(restart=2, node_rank=1), place("9", restart=1, node_rank=1)):
-        with pytest.raises(TorchrelayError, match="head node gpu01 did not start within"):
+        with pytest.raises(TorchrelayError, match="first node, gpu01, did not start within"):
             join(run, later_start_or_another_job, lambda: False, timeout_seconds=0.0)
     assert join(run, place(restart=2, node_rank=1), lambda: True, timeout_seconds=60.0) is None, "told to stop"
 

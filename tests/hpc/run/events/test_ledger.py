@@ -60,7 +60,7 @@ def test_event_of_a_later_release_is_left_out_without_a_word(tmp_path: Path) -> 
 
 
 def test_events_are_in_the_order_of_what_happened(tmp_path: Path) -> None:
-    """torchrun replaces failed ranks before the head node's agent has recorded the failure."""
+    """torchrun replaces failed ranks before the first node's agent has recorded the failure."""
     started, crash = train_started(10.0), interruption(11.0, failed_at=9.0)
     for event in (claimed(1.0), started, crash):
         EventWriter(tmp_path / "x.jsonl").append(event)
