@@ -9,7 +9,7 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,10 +17,6 @@ from hpc.base.environment import RUN_DIR
 
 # Positions of fields after the process name in /proc/PID/stat. proc(5) gives the first of them the number 3.
 _STATE, _USER_TIME, _START_TIME, _ARGUMENTS_BEGIN, _ARGUMENTS_END = 3 - 3, 14 - 3, 22 - 3, 48 - 3, 49 - 3
-# Share of a node's memory to leave to other processes.
-_RESERVE = 0.05
-# Files with the memory limit and usage of a control group, in cgroup v2 and v1.
-_MEMORY_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 _SIOCGIFADDR = 0x8915
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 # Children get time to end by themselves: helper processes of Python and torch first remove shared memory.
@@ -229,16 +225,6 @@ def raise_open_files_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def available_memory_bytes() -> int:
-    """Return the bytes that this process may still use within the node's memory and the limits of its control groups.
-
-    Files in /dev/shm count as used memory, also within the limit that Slurm may have set for the job.
-    """
-    node = _read_numbers(Path("/proc/meminfo"))
-    available = (node["MemAvailable:"] - int(node["MemTotal:"] * _RESERVE)) * 1024
-    return min([available, *cgroup_available_bytes(Path("/proc/self/cgroup").read_text(), Path("/sys/fs/cgroup"))])
-
-
 def driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str | None:
     """Return the version of NVIDIA's driver; None if none is loaded."""
     with suppress(OSError):
@@ -250,36 +236,6 @@ def driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str | No
 def resident_memory_bytes() -> int:
     """Return this process's resident memory in bytes, shared pages included."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-def cgroup_available_bytes(membership: str, root: Path) -> Iterator[int]:
-    """Yield the bytes left in each control group with a memory limit. `membership` is the text of /proc/PID/cgroup."""
-    for line in membership.splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers in {"", "memory"}:
-            group = root / controllers / path.lstrip("/")
-            yield from filter(None, map(_left_in_group, [group, *group.parents]))
-
-
-def _left_in_group(group: Path) -> int | None:
-    for limit_file, usage_file in _MEMORY_FILES:
-        try:
-            limit, used = (group / limit_file).read_text().strip(), int((group / usage_file).read_text())
-            statistics = _read_numbers(group / "memory.stat")
-        except (OSError, ValueError):
-            continue
-        # The kernel reclaims cached files first. Files on tmpfs, such as snapshots, do not count as cached.
-        cached = sum(
-            statistics.get(f"total_{kind}", statistics.get(kind, 0)) for kind in ("inactive_file", "active_file")
-        )
-        return max(1, int(limit) - used + cached) if limit != "max" else None
-    return None
-
-
-def _read_numbers(path: Path) -> dict[str, int]:
-    """Return the numbers in one of the kernel's files, by name."""
-    rows = (line.split() for line in path.read_text().splitlines())
-    return {row[0]: int(row[1]) for row in rows}
 
 
 def file_system_type(path: Path) -> str | None:

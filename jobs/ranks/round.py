@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchrelay import this_rank
+from torchrelay.node_memory import available_memory_bytes
 
 from hpc.base import container
 from hpc.base.environment import (
@@ -30,7 +31,6 @@ from hpc.base.environment import (
 )
 from hpc.base.errors import TorchrelayError
 from hpc.base.files import make_below
-from hpc.base.kernel import available_memory_bytes
 from hpc.run.code_files import CodeFiles
 from hpc.run.events import ledger
 from hpc.run.events.history import History

@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import xxhash
+from torchrelay.node_memory import available_memory_bytes
 
 from hpc.base.errors import TorchrelayError
 from hpc.base.files import fsync_directory, remove_abandoned, write_atomic
-from hpc.base.kernel import NETWORK_BACKED, RAM_BACKED, available_memory_bytes, file_system_type
+from hpc.base.kernel import NETWORK_BACKED, RAM_BACKED, file_system_type
 from hpc.run.nodedir import open_lock, private_directory, try_lock
 from jobs.staging.copy_progress import stop_if
 from jobs.staging.source import pack_records, unpack_records

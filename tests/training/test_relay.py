@@ -73,12 +73,12 @@ def test_damaged_state_is_left_out_for_the_one_before(whole: Script, tmp_path: P
     for stop_at in (10, 20):
         assert script.run(40, stop_at=stop_at, EVERY="0").returncode == 0
     newest = tmp_path / "run" / "checkpoints" / "step-00000021"
-    data = bytearray((newest / "state.pt").read_bytes())
+    data = bytearray((newest / "state.safetensors").read_bytes())
     data[len(data) // 2] ^= 1
-    (newest / "state.pt").write_bytes(data)
+    (newest / "state.safetensors").write_bytes(data)
     done = script.run(40, EVERY="0")
     assert done.returncode == 0, done.stderr
-    assert "step-00000021 is not used: state.pt is not as it was written" in done.stderr
+    assert "step-00000021 is not used: state.safetensors is not as it was written" in done.stderr
     assert [script.results(0)[-1][key] for key in ("restored", "weights")] == [11, whole.results(0)[0]["weights"]]
 
 
@@ -290,10 +290,10 @@ def save(step: int, directory: Path) -> "subprocess.CompletedProcess[str]":
 
 def test_checkpoint_is_on_the_disk_and_kept_for_the_next_start_if_the_storage_cannot_read_it(tmp_path: Path) -> None:
     written = save(86, tmp_path).stdout.splitlines()
-    temporary, parent = [line.split()[1] for line in written if line.startswith("fsync ")][2:]
+    temporary, parent = [line.split()[1] for line in written if line.startswith("fsync ")][4:]
     assert temporary.startswith(".step-00000086."), "after its files"
     assert parent == "checkpoints"
-    unreadable = tmp_path / "checkpoints" / "step-00000086" / "state.pt"
+    unreadable = tmp_path / "checkpoints" / "step-00000086" / "state.safetensors"
     content = unreadable.read_bytes()
     unreadable.unlink()
     unreadable.symlink_to(unreadable)  # too many levels of symbolic links, for root too

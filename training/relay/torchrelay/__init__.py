@@ -23,9 +23,9 @@ module does not import `torch`: the import takes seconds, in which a signal woul
 
 from typing import Any
 
-from .object_states import Saveable
 from .progress_files import progress_files
 from .saved_state import SavedState, should_stop
+from .saving.objects import Saveable
 
 __all__ = ["report", "should_stop", "state"]
 

@@ -22,7 +22,9 @@ _NAME, _REJECTED = re.compile(r"step-(\d{8,})"), "rejected-"
 _UNFINISHED, _REPLACED = "tmp", "old"
 # Errors of an fsync of a directory on file systems that do not support it.
 _UNSUPPORTED = {errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
-KEPT_SNAPSHOTS = 2
+STATE_TENSORS, STATE_VALUES, RANKS = "state.safetensors", "state.json", "ranks.pt"
+"""Files of a state: its tensors, its other values, and what each rank has of its own."""
+_KEPT_SNAPSHOTS = 2
 
 WriteFiles = Callable[[Path], dict[str, Any] | None]
 
@@ -49,8 +51,8 @@ def publish_directory(
         for file in temporary.iterdir():
             if mode is not None:
                 file.chmod(mode & 0o666)
-            _fsync(file)
-        _fsync(temporary)
+            fsync(file)
+        fsync(temporary)
         if check:
             check()
         # A directory cannot be renamed onto one that has entries.
@@ -58,7 +60,7 @@ def publish_directory(
         if old:
             path.rename(old)
         temporary.rename(path)
-        _fsync(path.parent)
+        fsync(path.parent)
         if old:
             shutil.rmtree(old, ignore_errors=True)
     except BaseException:
@@ -71,7 +73,7 @@ def _temporary_name(path: Path, ending: str) -> Path:
     return path.parent / f".{path.name}.{uuid.uuid4().hex}.{ending}"
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
     """Flush a file, or the names in a directory, to the disk. A rename is durable once its directory is flushed."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -172,13 +174,8 @@ def _write_manifest(directory: Path, step: int, files: dict[str, Any]) -> None:
     (directory / _MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=2))
 
 
-def save_snapshot(
-    directory: Path, step: int, write_files: WriteFiles,
-    *, reused: Path | None = None, remove: Callable[[Path], None] = remove_published,
-) -> None:  # fmt: skip
-    """Write a snapshot that only its owner may read, and keep the newest two.
-
-    `reused` is as for `publish_directory`. `remove` is called with each outdated snapshot.
+def save_snapshot(directory: Path, step: int, write_files: WriteFiles, *, reused: Path | None = None) -> None:
+    """Write a snapshot that only its owner may read, and keep the newest two. `reused` is as for `publish_directory`.
 
     Raises:
         OSError: the snapshot could not be written. All older ones are kept.
@@ -192,8 +189,8 @@ def save_snapshot(
 
     make_private(directory)
     publish_directory(checkpoint_path(directory, step), write, 0o700, reused=reused)
-    for outdated in list_checkpoints(directory)[KEPT_SNAPSHOTS:]:
-        remove(outdated)
+    for outdated in list_checkpoints(directory)[_KEPT_SNAPSHOTS:]:
+        remove_published(outdated)
 
 
 def make_private(directory: Path) -> None:
@@ -201,11 +198,6 @@ def make_private(directory: Path) -> None:
     for path in (*reversed(directory.parents), directory):
         if not path.exists():
             path.mkdir(mode=0o700, exist_ok=True)
-
-
-def missing_snapshot_bytes(directory: Path, size_bytes: int) -> int:
-    """Return the bytes that must still be free for three snapshots of this size: two kept, and one being written."""
-    return size_bytes * (KEPT_SNAPSHOTS + 1 - min(KEPT_SNAPSHOTS, len(list_checkpoints(directory))))
 
 
 def reject(path: Path) -> None:

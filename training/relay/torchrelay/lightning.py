@@ -19,9 +19,9 @@ from lightning.pytorch.callbacks import Callback
 
 from .compat import lightning_loader
 from .library_training import LibraryTraining, exit_after_save
-from .object_states import deserialized, random_states, restore_random, serialized
 from .progress_files import progress_files
 from .rank_exchange import all_gather_bytes, ranks
+from .saving.values import deserialized, random_states, restore_random, serialized
 from .this_rank import THIS_RANK, check_no_later_attempt
 
 

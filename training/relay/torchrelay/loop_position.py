@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, TypeVar
 
-from .object_states import random_states, restore_random
+from .saving.values import random_states, restore_random
 from .this_rank import THIS_RANK
 
 Batch = TypeVar("Batch")

@@ -4,13 +4,22 @@ Only the functions import torch: when a rank calls them, its script has imported
 """
 
 import atexit
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .stop_consensus import StopConsensus
 from .this_rank import THIS_RANK, check_version
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
     from torch.distributed import ProcessGroup
+
+
+# Large enough for the full bandwidth, and small compared with a state that takes long to send.
+_BUCKET_BYTES = 2**26
 
 
 def all_gather_bytes(data: bytes, group: "ProcessGroup | None") -> list[bytes]:
@@ -50,6 +59,85 @@ def broadcast_bytes(data: bytes | None, source: int, group: "ProcessGroup | None
     return bytes(mine)
 
 
+_ALL = object()
+
+
+def all_gather_json(value: Any, group: Any = _ALL) -> list[Any]:
+    """Return every rank's value, in the order of ranks. Values are small and fit for JSON; tuples become lists."""
+    group = ranks.group if group is _ALL else group
+    return [json.loads(text) for text in all_gather_bytes(json.dumps(value).encode(), group)]
+
+
+def broadcast_tensors(
+    shapes: "Mapping[str, tuple[torch.dtype, tuple[int, ...]]]", read: "Callable[[str], Tensor]", source: int
+) -> "Iterator[tuple[str, Tensor]]":
+    """Yield rank `source`'s tensors by name on every rank. All ranks must iterate to the end.
+
+    All ranks know the dtypes and shapes; only rank `source` calls `read`. Tensors are sent in buckets of 64 MB, or of
+    one larger tensor. A tensor keeps its whole bucket in memory: to keep a tensor, copy it.
+
+    Raises:
+        OSError, ValueError: on rank `source`, from `read`, when all has been sent.
+    """
+    import torch
+    from torch import distributed
+
+    if ranks.group is None:
+        yield from ((name, read(name)) for name in shapes)
+        return
+    on_gpu = torch.cuda.is_initialized() and "nccl" in distributed.get_backend()  # type: ignore[no-untyped-call]
+    device, group = ("cuda", None) if on_gpu else ("cpu", ranks.group)
+    problem: Exception | None = None
+    for bucket in _buckets(shapes):
+        kind = shapes[bucket[0]][0]
+        sizes = [math.prod(shapes[name][1]) for name in bucket]
+        flat = torch.empty(sum(sizes), dtype=kind, device=device)
+        parts = [part.view(shapes[name][1]) for name, part in zip(bucket, torch.split(flat, sizes), strict=True)]
+        for name, part in zip(bucket, parts, strict=True) if distributed.get_rank() == source else ():
+            try:
+                part.copy_(read(name))
+            except (OSError, ValueError) as error:
+                problem = error
+        # Send bytes, because a backend may not support the dtype.
+        distributed.broadcast(flat.view(torch.uint8), source, group=group)
+        yield from zip(bucket, parts, strict=True)
+    if problem:
+        raise problem
+
+
+def _buckets(shapes: "Mapping[str, tuple[torch.dtype, tuple[int, ...]]]") -> Iterator[list[str]]:
+    """Yield the names of tensors in buckets. Each bucket has one dtype, and at most 64 MB or a single tensor."""
+    bucket, size_bytes = list[str](), 0
+    for name, (kind, shape) in sorted(shapes.items(), key=lambda item: str(item[1][0])):
+        more = kind.itemsize * math.prod(shape)
+        if bucket and (size_bytes + more > _BUCKET_BYTES or kind != shapes[bucket[0]][0]):
+            yield bucket
+            bucket, size_bytes = [], 0
+        bucket.append(name)
+        size_bytes += more
+    if bucket:
+        yield bucket
+
+
+def broadcast_copies(tensors: "Mapping[str, Tensor]") -> "dict[str, Tensor]":
+    """Return copies of rank 0's tensors on every rank, with one broadcast for each dtype and device.
+
+    Names, shapes, dtypes and kinds of devices must be the same on all ranks. The host does not wait for a GPU.
+    """
+    import torch
+    from torch import distributed
+
+    copies: dict[str, Tensor] = {}
+    for kind in dict.fromkeys((tensor.dtype, tensor.device) for tensor in tensors.values()):
+        alike = {name: tensor for name, tensor in tensors.items() if (tensor.dtype, tensor.device) == kind}
+        flat = torch.cat([tensor.detach().flatten() for tensor in alike.values()])
+        # A backend may not support the dtype.
+        distributed.broadcast(flat.view(torch.uint8), 0, group=None if flat.is_cuda else ranks.group)
+        parts = torch.split(flat, [tensor.numel() for tensor in alike.values()])
+        copies |= {name: part.view(alike[name].shape) for name, part in zip(alike, parts, strict=True)}
+    return copies
+
+
 class Ranks:
     """Connects a script's rank to the others."""
 
@@ -78,6 +166,12 @@ class Ranks:
                 self.group = distributed.new_group(backend="gloo")
             self._consensus = StopConsensus(self.group)
         return self._consensus
+
+    def new_group(self) -> Any:
+        """Return a process group of its own for another thread; None if this is the only rank. All ranks call this."""
+        from torch import distributed
+
+        return None if self.group is None else distributed.new_group(backend="gloo")
 
     def close(self) -> None:
         """Release the process group before Python shuts down: the group's threads would abort the process then."""

@@ -1,48 +1,49 @@
-"""Owns the `with state(...)` block: restores the objects, and saves them while they change. Runs on every rank.
+"""Owns the `with state(...)` block: restores the objects, and saves them while they change. Runs on every rank."""
 
-The thread that trains copies the state to host memory; a background thread writes the copy.
-"""
-
-import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
-from functools import partial
-from pathlib import Path
-from typing import Any, ClassVar, Self
+from collections.abc import Iterable, Iterator
+from typing import ClassVar, Self
 
-from .background_writer import BackgroundWriter
-from .checkpoint_files import (
-    describe_bytes,
-    make_private,
-    missing_snapshot_bytes,
-    new_unpublished,
-    remove_published,
-    save_checkpoint,
-    save_snapshot,
-    unpublish,
-)
 from .loop_position import Batch, LoopPosition
-from .object_states import (
-    STATE_FILE,
-    CopyMemory,
-    Saveable,
-    capture_states,
-    check_restorable,
-    serialize,
-    serialized,
-    uses_gpu,
-)
 from .progress_files import progress_files
-from .rank_exchange import all_gather_bytes, ranks
-from .restoring import restore_objects
+from .rank_exchange import all_gather_json, ranks
+from .saving.objects import Saveable, capture, check_restorable
+from .saving.restoring import Restorer
+from .saving.state_writer import StateWriter
 from .stop_consensus import StepFlags, StopRequested
 from .stop_signals import signals
 from .this_rank import THIS_RANK, check_no_later_attempt, warn
 
 # Snapshots may take 1 % of the time.
 _SECONDS_PER_COST = 100.0
+
+
+class _Reports:
+    """Records what the background thread has done."""
+
+    def __init__(self) -> None:
+        self._warned = set[str]()
+
+    def checkpoint_saved(self, step: int, seconds: float, copy_seconds: float) -> None:
+        progress_files.event("checkpoint_saved", step=step, seconds=round(seconds, 3), copy_seconds=round(copy_seconds, 4))
+
+    def checkpoint_failed(self, step: int, reason: str) -> None:
+        progress_files.event("checkpoint_failed", step=step, reason=reason)
+        warn(f"the checkpoint of step {step} could not be written, and is tried again later: {reason}")
+
+    def snapshots_off(self, reason: str) -> None:
+        self._warn_once(f"no snapshots: {reason}; an interruption now costs the steps since the last checkpoint")
+
+    def copies_off(self, reason: str) -> None:
+        self._warn_once(f"nodes keep no copies of other nodes' shards: {reason}; a lost node now costs the steps since "
+                        "the last checkpoint")
+
+    def _warn_once(self, text: str) -> None:
+        kind = text.partition(":")[0]
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warn(text)
 
 
 class SavedState:
@@ -61,14 +62,14 @@ class SavedState:
         self._ids = {id(each) for each in objects.values()}
         self._objects = {**objects, "epochs and batches": self._position}
         self._intervals = checkpoint_seconds, snapshot_seconds
-        self._keep = keep
         self._saved_at = [time.monotonic()] * 2
         self._saved: list[tuple[int, int] | None] = [None, None]
-        self._cost_seconds = 0.0
-        self._background = BackgroundWriter()
-        self._snapshots = Snapshots(THIS_RANK.snapshots) if THIS_RANK.snapshots and snapshot_seconds else None
-        self._memory = CopyMemory()
-        self._unwritten: OSError | None = None
+        self._writer = StateWriter(
+            checkpoints=THIS_RANK.checkpoints,
+            snapshots=THIS_RANK.snapshots if snapshot_seconds else None,
+            keep=keep,
+            reports=_Reports(),
+        )
 
     def __enter__(self) -> Self:
         """Restore the newest state, if one exists.
@@ -85,7 +86,9 @@ class SavedState:
         began = time.monotonic()
         check_no_later_attempt()
         check_restorable(self._objects)
-        source = restore_objects(self._objects)
+        self._writer.connect()
+        restorer = Restorer(checkpoints=THIS_RANK.checkpoints, snapshots=THIS_RANK.snapshots, objects=self._objects)
+        source = restorer.restore()
         self.step = source.step if source else 0
         self._saved = [self._done if source and source.durable else None, self._done]
         progress_files.begin(self.step)
@@ -104,14 +107,13 @@ class SavedState:
         is_done = error is None or (isinstance(error, SystemExit) and error.code in {None, 0})
         if THIS_RANK.run_dir is not None and is_done:
             ranks.connect("state()").wait()
-            self._background.wait()
-            if any(all_gather_bytes(b"failed" if self._unwritten else b"", ranks.group)):
+            self._writer.wait()
+            if any(all_gather_json(self._writer.failed_step is not None)):
                 self._saved[0] = None
             self.save(durable=True)
-            self._background.wait()
-            self._memory = CopyMemory()
-            if self._unwritten:
-                raise self._unwritten
+            self._writer.wait()
+            if self._writer.failed_step is not None:
+                raise OSError(f"the checkpoint of step {self._writer.failed_step} could not be written")
             if ranks.stopping:
                 name, requested_at = ranks.stopping
                 seconds = round(time.monotonic() - requested_at, 3)
@@ -149,12 +151,12 @@ class SavedState:
 
     def due(self) -> tuple[int, int]:
         """Return two numbers, for a checkpoint and a snapshot: 1 if it is due, else 0. Only rank 0 returns ones."""
-        if THIS_RANK.rank != 0 or self._background.busy:
+        if THIS_RANK.rank != 0 or self._writer.busy:
             return 0, 0
         checkpoint_seconds, snapshot_seconds = self._intervals
-        waits = checkpoint_seconds, max(snapshot_seconds, _SECONDS_PER_COST * self._cost_seconds)
+        waits = checkpoint_seconds, max(snapshot_seconds, _SECONDS_PER_COST * self._writer.snapshot_cost_seconds)
         late = [time.monotonic() - at >= wait for at, wait in zip(self._saved_at, waits, strict=True)]
-        return int(late[0]), int(late[1] and self._snapshots is not None)
+        return int(late[0]), int(late[1] and self._writer.snapshots is not None)
 
     @property
     def _done(self) -> tuple[int, int]:
@@ -166,103 +168,15 @@ class SavedState:
 
         A failed write raises no error here: another checkpoint is written when the next one is due, and at the end.
         """
-        kind, began = 0 if durable else 1, time.monotonic()
-        self._saved_at[kind] = began
-        if self._saved[kind] == self._done:
+        kinds = (0, 1) if durable else (1,)  # a checkpoint is a snapshot, too
+        began, cpu_began = time.monotonic(), time.thread_time()
+        for kind in kinds:
+            self._saved_at[kind] = began
+        if self._saved[kinds[0]] == self._done:
             return
-        self._saved[kind] = self._done
-        thread_began = time.thread_time()
-        # While the last copy is being written, it must not change. Without snapshots, copies are too rare for memory of
-        # their own.
-        is_kept = self._snapshots and not self._background.busy
-        memory = self._memory if is_kept else CopyMemory()
-        content = capture_states(self._objects, self.step, memory)
-        copy_seconds = time.monotonic() - began
-        # Ranks that compute on CPUs share them. So count CPU time, not waits for a CPU or another rank.
-        cost = copy_seconds if uses_gpu() else time.thread_time() - thread_began
-        self._cost_seconds = max(0.9 * self._cost_seconds, cost)
-        if durable and THIS_RANK.checkpoints:
-            write = partial(self._write_checkpoint, THIS_RANK.checkpoints, self.step, content, copy_seconds)
-            self._background.submit(write)
-        elif not durable and not self._background.busy and self._snapshots:  # in this order: a failed write ends them
-            size_bytes = memory.size_bytes + sum(map(len, content["own"]))
-            write = partial(self._snapshots.save, self.step, content, size_bytes)
-            self._background.submit(partial(self._write_snapshot, write, cost))
-
-    def _write_checkpoint(self, directory: Path, step: int, content: Mapping[str, Any], copy_seconds: float) -> None:
-        began = time.monotonic()
-        try:
-            data = serialized(content)
-
-            def write_file(temporary: Path) -> dict[str, Any]:
-                (temporary / STATE_FILE).write_bytes(data)
-                return {STATE_FILE: describe_bytes(data)}
-
-            save_checkpoint(directory, step, write_file, self._keep, 0o700, check=check_no_later_attempt)
-        except OSError as error:
-            self._unwritten = error
-            progress_files.event("checkpoint_failed", step=step, reason=str(error))
-            warn(f"the checkpoint of step {step} could not be written, and is tried again later: {error}")
-            return
-        self._unwritten, seconds = None, round(time.monotonic() - began, 3)
-        progress_files.event("checkpoint_saved", step=step, seconds=seconds, copy_seconds=round(copy_seconds, 4))
-
-    def _write_snapshot(self, write: Callable[[], None], copy_cost: float) -> None:
-        thread_began = time.thread_time()
-        try:
-            write()
-        except OSError as error:
-            self._snapshots, self._memory = None, CopyMemory()
-            warn(f"no more snapshots: {error}; an interruption now costs the steps since the last checkpoint")
-            return
-        # Ranks that compute on CPUs share them with this thread, too.
-        cost = time.thread_time() - thread_began + (0.0 if uses_gpu() else copy_cost)
-        self._cost_seconds = max(self._cost_seconds, cost)
-
-
-class Snapshots:
-    """Writes a script's snapshots to a node's memory, over outdated ones: new memory would take twice as long."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._outdated: Path | None = None
-
-    def save(self, step: int, content: Mapping[str, Any], size_bytes: int) -> None:
-        """Write a snapshot, and keep the newest two. Raises OSError if it cannot be written.
-
-        `size_bytes` is the approximate size of the content.
-        """
-        make_private(self._directory)
-        outdated, self._outdated = self._outdated, None
-        if outdated and not (outdated / STATE_FILE).exists():  # somebody has removed it
-            shutil.rmtree(outdated, ignore_errors=True)
-            outdated = None
-        if outdated is None:
-            if shutil.disk_usage(self._directory).free < missing_snapshot_bytes(self._directory, size_bytes):
-                raise OSError(f"{self._directory} has no space for 3 snapshots of {size_bytes / 1e6:,.1f} MB")
-            outdated = new_unpublished(self._directory)
-            outdated.mkdir(mode=0o700)
-
-        def write_file(temporary: Path) -> None:
-            path = temporary / STATE_FILE
-            path.touch()
-            with path.open("r+b") as file:
-                serialize(content, file)
-                file.truncate()
-
-        try:
-            save_snapshot(self._directory, step, write_file, reused=outdated, remove=self._keep_one)
-        except BaseException:
-            shutil.rmtree(outdated, ignore_errors=True)
-            raise
-
-    def _keep_one(self, outdated: Path) -> None:
-        """Keep an outdated snapshot for the next one, and remove any others."""
-        if self._outdated:
-            remove_published(outdated)
-            return
-        with suppress(OSError):  # somebody has removed it
-            self._outdated = unpublish(outdated)
+        for kind in kinds:
+            self._saved[kind] = self._done
+        self._writer.save(capture(self._objects, self.step), {}, began, cpu_began, durable=durable)
 
 
 def should_stop() -> bool:

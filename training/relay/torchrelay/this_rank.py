@@ -30,9 +30,9 @@ class ThisRank:
     """Path of the file that exists once the next attempt has begun; None if no agent started this process."""
     heartbeat: Path | None
     checkpoints: Path | None
-    """Directory in which rank 0 writes checkpoints; None on other ranks."""
+    """Directory of the run's checkpoints; None if no run of torchrelay started this process."""
     snapshots: Path | None
-    """Directory in which local rank 0 writes snapshots; None on other ranks, or without snapshots."""
+    """Directory of the snapshots in this node's memory; None without snapshots."""
 
     @classmethod
     def find(cls, environment: Mapping[str, str]) -> Self:
@@ -56,8 +56,8 @@ class ThisRank:
             run_dir=run_dir,
             next_claim=path("TORCHRELAY_NEXT_CLAIM"),
             heartbeat=path("TORCHRELAY_HEARTBEAT"),
-            checkpoints=run_dir / "checkpoints" if run_dir and rank == 0 else None,
-            snapshots=path("TORCHRELAY_SNAPSHOTS") if local_rank == 0 else None,
+            checkpoints=run_dir / "checkpoints" if run_dir else None,
+            snapshots=path("TORCHRELAY_SNAPSHOTS"),
         )
 
 

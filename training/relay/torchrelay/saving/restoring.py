@@ -1,0 +1,367 @@
+"""Finds the newest usable state, and restores it on all ranks. Runs on every rank.
+
+The candidates are the checkpoints, which rank 0 sees, and the snapshots in the memory of the nodes. A snapshot is complete
+if the nodes together hold all of its shards; a whole state is its own only shard. Each rank reads what it needs from its
+node's memory. What a node lacks is sent to it. A state that is not usable is discarded, and the next newest is tried.
+"""
+
+from __future__ import annotations  # torch is imported only when a function is called
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from ..checkpoint_files import (
+    RANKS,
+    STATE_VALUES,
+    checkpoint_path,
+    discard,
+    file_names,
+    find_damage,
+    list_checkpoints,
+    remove_published,
+    remove_unpublished,
+    step_of,
+)
+from ..rank_exchange import all_gather_json, broadcast_bytes, broadcast_tensors, ranks
+from ..this_rank import THIS_RANK, warn
+from .objects import Saveable, begin_loading
+from .shards import Block, Part, copy_common
+from .tensor_files import TENSOR_FILES, SavedTensor, dtype_named, read_part, read_whole, saved_tensors
+from .values import deserialized
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+_SHARD = re.compile(r"shard-(\d+)-of-(\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """A snapshot of a shard in a node's memory. A whole state is the only shard of itself."""
+
+    step: int
+    attempt: int
+    """Number of the attempt that wrote it."""
+    count: int
+    """Number of shards of the state."""
+    index: int
+    path: Path
+
+
+def shard_directory(snapshots: Path, index: int, count: int) -> Path:
+    """Return a node's directory for the snapshots of a shard: that of all snapshots, if it is the whole state."""
+    return snapshots if count == 1 else snapshots / f"shard-{index:05d}-of-{count:05d}"
+
+
+def list_shards(snapshots: Path) -> list[Shard]:
+    """Return the intact snapshots in a node's memory. The directory need not exist."""
+    found = list[Shard]()
+    for directory in (snapshots, *snapshots.glob("shard-*")):
+        name = _SHARD.fullmatch(directory.name)
+        index, count = map(int, name.groups()) if name else (0, 1)
+        for path in list_checkpoints(directory):
+            with suppress(OSError, ValueError, KeyError):  # somebody removes it, or its values are damaged
+                attempt = json.loads((path / STATE_VALUES).read_bytes())["attempt"]
+                if not find_damage(path):
+                    found.append(Shard(step=step_of(path), attempt=attempt, count=count, index=index, path=path))
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Candidate:
+    """A saved state. Sorts by step; at the same step, a checkpoint is greater than a snapshot."""
+
+    step: int
+    durable: bool
+    attempt: int = 0
+    """For a snapshot, the attempt that wrote it. Shards of two attempts do not fit, even at the same step."""
+    count: int = field(default=1, compare=False)
+    holders: dict[int, list[int]] = field(default_factory=dict, compare=False)
+    """For each shard of a snapshot, the first ranks of the nodes that hold it."""
+    path: Path = field(default=Path(), compare=False)
+    """Where rank 0 sees a checkpoint, and each rank its node's snapshot, if it has the whole one."""
+
+    @property
+    def source(self) -> str:
+        """The kind of state: `checkpoint` or `snapshot`."""
+        return "checkpoint" if self.durable else "snapshot"
+
+
+class _Unusable(Exception):  # noqa: N818  # it is caught, and the next state is tried
+    """Why a state cannot be used. All ranks raise it together."""
+
+
+@dataclass(kw_only=True)
+class Restorer:
+    """Restores the newest usable state. All ranks make the same calls."""
+
+    checkpoints: Path | None
+    """Directory of the checkpoints; None if there are none."""
+    snapshots: Path | None
+    """This node's directory of snapshots; None if there are none."""
+    objects: Mapping[str, Saveable]
+    check: Callable[[Mapping[str, Any], Candidate], str] = lambda _values, _candidate: ""
+    """Called on rank 0 with the values of a state. Returns why it cannot be used, or an empty text."""
+    discarded: Callable[[Candidate, str], None] = lambda candidate, reason: warn(f"{candidate.path} is not used: {reason}")
+    """Called on rank 0 with an unusable state, and why it is not usable."""
+    is_half_loaded: bool = field(default=False, init=False)
+
+    def restore(self) -> Candidate | None:
+        """Load the newest usable state, and return it, or None if no state is usable. Removes newer snapshots.
+
+        Raises:
+            KeyError: the state was saved from objects of other names.
+            OSError: a checkpoint cannot be read, but may be intact.
+            RuntimeError: no state is usable, but tensors were already loaded from one.
+        """
+        mine = list[Shard]()
+        if self.snapshots and THIS_RANK.local_rank == 0:
+            for directory in (self.snapshots, *self.snapshots.glob("shard-*")):
+                remove_unpublished(directory, "step-*")
+            mine = list_shards(self.snapshots)
+        candidates = self._candidates(mine)
+        while candidates and not self._is_usable(candidates[-1], mine):
+            candidates.pop()
+        if self.is_half_loaded and not candidates:
+            raise RuntimeError("no saved state can be read as a whole, and the objects have parts of one: start again")
+        if self.snapshots and THIS_RANK.local_rank == 0:
+            remove_newer(self.snapshots, candidates[-1].step if candidates else 0)
+        return candidates[-1] if candidates else None
+
+    def _is_usable(self, candidate: Candidate, mine: list[Shard]) -> bool:
+        """Load a state, or discard it."""
+        origin = candidate.step, candidate.attempt, candidate.count
+        paths = [shard for shard in mine if (shard.step, shard.attempt, shard.count) == origin]
+        directories = {shard.index: shard.path for shard in paths}
+        if candidate.durable:
+            directories = {0: candidate.path}
+        try:
+            self._load(candidate, directories)
+        except _Unusable as reason:
+            if THIS_RANK.rank == 0:
+                self.discarded(candidate, str(reason))
+            for path in directories.values() if THIS_RANK.rank == 0 or not candidate.durable else ():
+                discard(path, durable=candidate.durable)
+            return False
+        return True
+
+    def _candidates(self, mine: list[Shard]) -> list[Candidate]:
+        """Return the states that the ranks can read together, the newest last. `mine` are this node's shards."""
+        steps = list[int]()
+        if self.checkpoints and THIS_RANK.rank == 0:
+            remove_unpublished(self.checkpoints, "step-*")
+            steps = [step_of(path) for path in list_checkpoints(self.checkpoints)]
+        shards = [(shard.step, shard.attempt, shard.count, shard.index) for shard in mine]
+        every = all_gather_json([steps, shards])
+        holders: dict[tuple[int, int, int], dict[int, list[int]]] = {}
+        for rank, (_, theirs) in enumerate(every):
+            for step, attempt, count, index in theirs:
+                holders.setdefault((step, attempt, count), {}).setdefault(index, []).append(rank)
+        snapshots = [
+            Candidate(
+                step=step, durable=False, attempt=attempt, count=count, holders=held,
+                path=checkpoint_path(self.snapshots or Path(), step),
+            )  # fmt: skip
+            for (step, attempt, count), held in holders.items()
+            if len(held) == count
+        ]
+        checkpoints = self.checkpoints or Path()
+        durable = [Candidate(step=step, durable=True, path=checkpoint_path(checkpoints, step)) for step in every[0][0]]
+        return sorted([*snapshots, *durable])
+
+    def _load(self, candidate: Candidate, directories: dict[int, Path]) -> None:
+        """Load a state from directories by the number of their shard.
+
+        Raises:
+            _Unusable: on all ranks.
+            OSError: on all ranks, if a checkpoint cannot be read, but may be intact.
+        """
+        source = candidate.holders[0][0] if candidate.holders else 0
+        if not candidate.durable:  # the first rank of each node has looked for the shards
+            node = all_gather_json({index: str(path) for index, path in directories.items()})
+            directories = {int(index): Path(path) for index, path in node[THIS_RANK.rank - THIS_RANK.local_rank].items()}
+        is_split = False
+        if candidate.durable and THIS_RANK.rank == 0:
+            is_split = len(list(directories[0].glob(TENSOR_FILES))) > 1
+        is_split, *_ = all_gather_json(is_split)
+        text, every = b"", b""
+        with _agreed(candidate):
+            if candidate.durable and (is_split or THIS_RANK.rank == 0):
+                # Ranks that have written a file each all see the storage, and share the check.
+                _check(directories[0], *((THIS_RANK.rank, THIS_RANK.world_size) if is_split else ()))
+            if THIS_RANK.rank == source:
+                text, every = (directories[0] / STATE_VALUES).read_bytes(), (directories[0] / RANKS).read_bytes()
+        text, every = (broadcast_bytes(data, source, ranks.group) for data in (text, every))
+        values, own = json.loads(text), deserialized(every)
+        if problem := all_gather_json(self.check(values, candidate) if THIS_RANK.rank == 0 else "")[0]:
+            raise _Unusable(problem)
+        content = _Content.of(candidate, directories)
+        # If there are more ranks than at the save, some continue with the same state as others.
+        loading = begin_loading(self.objects, values["objects"], own[THIS_RANK.rank % len(own)], content.wholes)
+        self.is_half_loaded = True
+        content.read(loading.parts)
+        loading.finish()
+        self.is_half_loaded = False
+
+
+def _check(checkpoint: Path, first: int = 0, stride: int = 1) -> None:
+    """Check a rank's share of a checkpoint's files, as `find_damage` does.
+
+    Raises:
+        ValueError: the checkpoint is damaged, or was written by an earlier version.
+        OSError: the checkpoint cannot be read, but may be intact.
+    """
+    if problem := find_damage(checkpoint, first, stride):
+        raise ValueError(problem)
+    names = file_names(checkpoint)
+    if STATE_VALUES not in names:
+        raise ValueError(
+            f"it has {', '.join(sorted(names))} instead of {STATE_VALUES}: end the run with the version that began it"
+        )
+
+
+@contextmanager
+def _agreed(candidate: Candidate) -> Iterator[None]:
+    """Raise on all ranks if a rank cannot read a state. All ranks must enter the block.
+
+    Raises:
+        _Unusable: the state is damaged, or it is a snapshot.
+        OSError: it is a checkpoint, and may be intact.
+    """
+    problem, is_damaged = "", True
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        problem, is_damaged = str(error) or repr(error), not candidate.durable or not isinstance(error, OSError)
+    for text, damaged in all_gather_json([problem, is_damaged]):
+        if text and damaged:
+            raise _Unusable(text)
+        if text:
+            raise OSError(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Content:
+    """The tensors of a state, and where this rank can read them."""
+
+    candidate: Candidate
+    directories: Mapping[int, Path]
+    """By the number of the shard, the directories that this rank can read."""
+    shards: Mapping[int, Mapping[str, tuple[torch.dtype, Block]]]
+    """For each shard of a snapshot, its tensors by name. A checkpoint counts as one shard with whole tensors."""
+
+    @classmethod
+    def of(cls, candidate: Candidate, directories: Mapping[int, Path]) -> Self:
+        """Find the tensors. All ranks must call this.
+
+        Raises:
+            _Unusable: on all ranks, if a file is damaged.
+            OSError: on all ranks, if a checkpoint cannot be read.
+        """
+        readers = {0: 0} if candidate.durable else {index: ranks[0] for index, ranks in candidate.holders.items()}
+        mine = dict[int, dict[str, Any]]()
+        with _agreed(candidate):
+            for index in [index for index, reader in readers.items() if reader == THIS_RANK.rank]:
+                for name, [first, *_] in _saved(directories[index]).items():
+                    block = first.block.as_whole if candidate.durable else first.block
+                    mine.setdefault(index, {})[name] = str(first.kind), block.offset, block.shape, block.whole
+        shards: dict[int, dict[str, tuple[torch.dtype, Block]]] = {}
+        for described in all_gather_json(mine):
+            for index, tensors in described.items():
+                shards[int(index)] = {
+                    name: (dtype_named(kind), Block(offset=tuple(offset), shape=tuple(shape), whole=tuple(whole)))
+                    for name, (kind, offset, shape, whole) in tensors.items()
+                }
+        return cls(candidate=candidate, directories=directories, shards=shards)
+
+    @property
+    def wholes(self) -> dict[str, Tensor]:
+        """The whole tensors, on the meta device: with a shape and a dtype, but without memory."""
+        import torch
+
+        return {
+            name: torch.empty(block.whole, dtype=kind, device="meta")
+            for tensors in self.shards.values()
+            for name, (kind, block) in tensors.items()
+        }
+
+    def read(self, targets: Mapping[str, Part]) -> None:
+        """Read what this rank needs. All ranks must call this.
+
+        Raises:
+            _Unusable: on all ranks, if a file is damaged, or is a snapshot's and cannot be read.
+            OSError: on all ranks, if a checkpoint cannot be read.
+        """
+        is_sharded = any(all_gather_json(any(not part.block.is_whole for part in targets.values())))
+        if self.candidate.durable and is_sharded:
+            # All ranks see the checkpoints: each reads what it needs.
+            with _agreed(self.candidate):
+                saved = _saved(self.directories[0])
+                for name, part in targets.items():
+                    read_part(part, saved[name])
+            return
+        needed, here = set[int](), set() if self.candidate.durable else set(self.directories)
+        with _agreed(self.candidate):
+            needed = self._needed(targets, here)
+        missing = sorted({index for each in all_gather_json(sorted(needed - here)) for index in each})
+        with _agreed(self.candidate):
+            for index in missing:
+                self._receive(index, targets)
+            for index in needed - set(missing):
+                for name, [saved_tensor] in _saved(self.directories[index]).items():
+                    if name in targets and saved_tensor.block.common(targets[name].block):
+                        copy_common(targets[name], *saved_tensor.read(targets[name].block))
+
+    def _needed(self, targets: Mapping[str, Part], here: set[int]) -> set[int]:
+        """Return the shards that this rank needs, of which `here` are on its node. Raises ValueError if one is missing."""
+        needed = set[int]()
+        for name, part in targets.items():
+            blocks = {index: tensors[name][1] for index, tensors in self.shards.items() if name in tensors}
+            whole = [index for index, block in blocks.items() if block.is_whole]
+            if whole:
+                needed.add(next((index for index in whole if index in here), whole[0]))
+                continue
+            sizes = {index: block.common_size(part.block) for index, block in blocks.items()}
+            # Ranks that hold the same block may be parts of different shards (with tensor parallelism).
+            distinct = {blocks[index].offset: size for index, size in sizes.items()}
+            if sum(distinct.values()) != part.tensor.numel():
+                raise ValueError(f"{name} is not complete")
+            found = {blocks[index].offset for index in here & blocks.keys()}
+            first = {block.offset: index for index, block in reversed(blocks.items())}
+            needed |= {index for index in here & blocks.keys() if sizes[index]}
+            needed |= {index for offset, index in first.items() if offset not in found and sizes[index]}
+        return needed
+
+    def _receive(self, index: int, targets: Mapping[str, Part]) -> None:
+        """Send a shard from a rank that holds it to all others, each of which copies what it needs."""
+        source = self.candidate.holders[index][0] if self.candidate.holders else 0
+        tensors = self.shards[index]
+        saved = _saved(self.directories[index]) if source == THIS_RANK.rank else {}
+        shapes = {name: (kind, block.shape) for name, (kind, block) in tensors.items()}
+        for name, tensor in broadcast_tensors(shapes, lambda name: read_whole(saved[name]), source):
+            if name in targets:
+                copy_common(targets[name], tensor, tensors[name][1])
+
+
+def _saved(directory: Path) -> dict[str, list[SavedTensor]]:
+    """Return the tensors, or their shards, in the files of a state. Raises OSError; ValueError if one is damaged."""
+    found = dict[str, list[SavedTensor]]()
+    for file in sorted(directory.glob(TENSOR_FILES)):
+        for name, saved in saved_tensors(file).items():
+            found.setdefault(name, []).append(saved)
+    return found
+
+
+def remove_newer(snapshots: Path, step: int) -> None:
+    """Remove a node's snapshots that are newer than `step`, and all unfinished ones."""
+    for directory in (snapshots, *snapshots.glob("shard-*")):
+        remove_unpublished(directory, "step-*")
+        for path in list_checkpoints(directory):
+            if step_of(path) > step:
+                remove_published(path)
