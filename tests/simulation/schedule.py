@@ -290,7 +290,9 @@ class Schedule:
         """Return whether the batch script was killed before its agents started, or a job timed out in trouble."""
         timed_out = any(job.state is State.TIMEOUT for job in self.cluster.slurm.jobs.values())
         # The agents need some seconds to record the end.
-        too_early = not self._history().attempts or self.plan.configuration.kill_wait < _RECORD_SECONDS
+        runs = [self.run_dir, *([self.next_dir] if self.next_dir else [])]
+        is_unstarted = any(not History.load(run).attempts for run in runs)
+        too_early = is_unstarted or self.plan.configuration.kill_wait < _RECORD_SECONDS
         in_trouble = self._had("kill-host", "isolate", "controller-away", "full", "storage-hangs", "storage-fails")
         return (timed_out and in_trouble) or (self._had("kill-script") and too_early)
 
