@@ -7,7 +7,8 @@ import atexit
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self
 
 from .stop_consensus import StopConsensus
 from .this_rank import THIS_RANK, check_version
@@ -44,65 +45,103 @@ def all_gather_bytes(data: bytes, group: "ProcessGroup | None") -> list[bytes]:
     return [bytes(text[: int(size)]) for text, size in zip(texts, sizes, strict=True)]
 
 
-def broadcast_bytes(data: bytes | None, source: int, group: "ProcessGroup | None") -> bytes:
-    """Return rank `source`'s `data` on every rank. The `data` of other ranks is ignored. All ranks must call this."""
-    import torch
-    from torch import distributed
+@dataclass(frozen=True, kw_only=True)
+class RankGroup:
+    """This rank, and its connections to all ranks. All ranks must call the same methods in the same order."""
 
-    if group is None:
-        return data or b""
-    size = torch.tensor([len(data) if data is not None else 0])
-    distributed.broadcast(size, source, group=group)
-    mine = bytearray(data) if distributed.get_rank() == source and data is not None else bytearray(int(size))
-    if mine:
-        distributed.broadcast(torch.frombuffer(mine, dtype=torch.uint8), source, group=group)
-    return bytes(mine)
+    rank: int
+    local_rank: int
+    world_size: int
+    control: "ProcessGroup | None"
+    """Gloo group of all ranks for exchanges on the CPU, which do not make the device wait; None for a single rank."""
 
+    @property
+    def is_rank_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
 
-_ALL = object()
+    def new_group(self) -> Self:
+        """Return a copy with a control group of its own, for another thread."""
+        from torch import distributed
 
+        return replace(self, control=self.control and distributed.new_group(backend="gloo"))
 
-def all_gather_json(value: Any, group: Any = _ALL) -> list[Any]:
-    """Return every rank's value, in the order of ranks. Values are small and fit for JSON; tuples become lists."""
-    group = ranks.group if group is _ALL else group
-    return [json.loads(text) for text in all_gather_bytes(json.dumps(value).encode(), group)]
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Return the bytes of every rank, in the order of ranks."""
+        return all_gather_bytes(data, self.control)
 
+    def all_gather_json(self, value: Any) -> list[Any]:
+        """Return every rank's value, in the order of ranks. Values are small and fit for JSON; tuples become lists."""
+        return [json.loads(text) for text in self.all_gather_bytes(json.dumps(value).encode())]
 
-def broadcast_tensors(
-    shapes: "Mapping[str, tuple[torch.dtype, tuple[int, ...]]]", read: "Callable[[str], Tensor]", source: int
-) -> "Iterator[tuple[str, Tensor]]":
-    """Yield rank `source`'s tensors by name on every rank. All ranks must iterate to the end.
+    def broadcast_bytes(self, data: bytes | None, source: int = 0) -> bytes:
+        """Return rank `source`'s `data` on every rank. The `data` of other ranks is ignored."""
+        import torch
+        from torch import distributed
 
-    All ranks know the dtypes and shapes; only rank `source` calls `read`. Tensors are sent in buckets of 64 MB, or of
-    one larger tensor. A tensor keeps its whole bucket in memory: to keep a tensor, copy it.
+        if self.control is None:
+            return data or b""
+        size = torch.tensor([len(data) if data is not None else 0])
+        distributed.broadcast(size, source, group=self.control)
+        mine = bytearray(data) if self.rank == source and data is not None else bytearray(int(size))
+        if mine:
+            distributed.broadcast(torch.frombuffer(mine, dtype=torch.uint8), source, group=self.control)
+        return bytes(mine)
 
-    Raises:
-        OSError, ValueError: on rank `source`, from `read`, when all has been sent.
-    """
-    import torch
-    from torch import distributed
+    def broadcast_copies(self, tensors: "Mapping[str, Tensor]") -> "dict[str, Tensor]":
+        """Return copies of rank 0's tensors on every rank. The host does not wait for a GPU.
 
-    if ranks.group is None:
-        yield from ((name, read(name)) for name in shapes)
-        return
-    on_gpu = torch.cuda.is_initialized() and "nccl" in distributed.get_backend()  # type: ignore[no-untyped-call]
-    device, group = ("cuda", None) if on_gpu else ("cpu", ranks.group)
-    problem: Exception | None = None
-    for bucket in _buckets(shapes):
-        kind = shapes[bucket[0]][0]
-        sizes = [math.prod(shapes[name][1]) for name in bucket]
-        flat = torch.empty(sum(sizes), dtype=kind, device=device)
-        parts = [part.view(shapes[name][1]) for name, part in zip(bucket, torch.split(flat, sizes), strict=True)]
-        for name, part in zip(bucket, parts, strict=True) if distributed.get_rank() == source else ():
-            try:
-                part.copy_(read(name))
-            except (OSError, ValueError) as error:
-                problem = error
-        # Send bytes, because a backend may not support the dtype.
-        distributed.broadcast(flat.view(torch.uint8), source, group=group)
-        yield from zip(bucket, parts, strict=True)
-    if problem:
-        raise problem
+        There is one broadcast for each dtype and device. Names, shapes, dtypes and kinds of devices must be the same on
+        all ranks.
+        """
+        import torch
+        from torch import distributed
+
+        copies: dict[str, Tensor] = {}
+        for kind in dict.fromkeys((tensor.dtype, tensor.device) for tensor in tensors.values()):
+            alike = {name: tensor for name, tensor in tensors.items() if (tensor.dtype, tensor.device) == kind}
+            flat = torch.cat([tensor.detach().flatten() for tensor in alike.values()])
+            if self.control is not None:
+                # Send bytes, because a backend may not support the dtype.
+                distributed.broadcast(flat.view(torch.uint8), 0, group=None if flat.is_cuda else self.control)
+            parts = torch.split(flat, [tensor.numel() for tensor in alike.values()])
+            copies |= {name: part.view(alike[name].shape) for name, part in zip(alike, parts, strict=True)}
+        return copies
+
+    def broadcast_each(
+        self, shapes: "Mapping[str, tuple[torch.dtype, tuple[int, ...]]]", read: "Callable[[str], Tensor]", source: int
+    ) -> "Iterator[tuple[str, Tensor]]":
+        """Yield rank `source`'s tensors by name on every rank. All ranks must iterate to the end.
+
+        All ranks know the dtypes and shapes; only rank `source` calls `read`. Tensors are sent in buckets of 64 MB, or
+        of one larger tensor. A tensor keeps its whole bucket in memory: to keep a tensor, copy it.
+
+        Raises:
+            OSError, ValueError: on rank `source`, from `read`, when all has been sent.
+        """
+        import torch
+        from torch import distributed
+
+        if self.control is None:
+            yield from ((name, read(name)) for name in shapes)
+            return
+        on_gpu = torch.cuda.is_initialized() and "nccl" in distributed.get_backend()  # type: ignore[no-untyped-call]
+        device, group = ("cuda", None) if on_gpu else ("cpu", self.control)
+        problem: Exception | None = None
+        for bucket in _buckets(shapes):
+            kind = shapes[bucket[0]][0]
+            sizes = [math.prod(shapes[name][1]) for name in bucket]
+            flat = torch.empty(sum(sizes), dtype=kind, device=device)
+            parts = [part.view(shapes[name][1]) for name, part in zip(bucket, torch.split(flat, sizes), strict=True)]
+            for name, part in zip(bucket, parts, strict=True) if self.rank == source else ():
+                try:
+                    part.copy_(read(name))
+                except (OSError, ValueError) as error:
+                    problem = error
+            distributed.broadcast(flat.view(torch.uint8), source, group=group)
+            yield from zip(bucket, parts, strict=True)
+        if problem:
+            raise problem
 
 
 def _buckets(shapes: "Mapping[str, tuple[torch.dtype, tuple[int, ...]]]") -> Iterator[list[str]]:
@@ -117,25 +156,6 @@ def _buckets(shapes: "Mapping[str, tuple[torch.dtype, tuple[int, ...]]]") -> Ite
         size_bytes += more
     if bucket:
         yield bucket
-
-
-def broadcast_copies(tensors: "Mapping[str, Tensor]") -> "dict[str, Tensor]":
-    """Return copies of rank 0's tensors on every rank, with one broadcast for each dtype and device.
-
-    Names, shapes, dtypes and kinds of devices must be the same on all ranks. The host does not wait for a GPU.
-    """
-    import torch
-    from torch import distributed
-
-    copies: dict[str, Tensor] = {}
-    for kind in dict.fromkeys((tensor.dtype, tensor.device) for tensor in tensors.values()):
-        alike = {name: tensor for name, tensor in tensors.items() if (tensor.dtype, tensor.device) == kind}
-        flat = torch.cat([tensor.detach().flatten() for tensor in alike.values()])
-        # A backend may not support the dtype.
-        distributed.broadcast(flat.view(torch.uint8), 0, group=None if flat.is_cuda else ranks.group)
-        parts = torch.split(flat, [tensor.numel() for tensor in alike.values()])
-        copies |= {name: part.view(alike[name].shape) for name, part in zip(alike, parts, strict=True)}
-    return copies
 
 
 class Ranks:
@@ -167,11 +187,12 @@ class Ranks:
             self._consensus = StopConsensus(self.group)
         return self._consensus
 
-    def new_group(self) -> Any:
-        """Return a process group of its own for another thread; None if this is the only rank. All ranks call this."""
-        from torch import distributed
-
-        return None if self.group is None else distributed.new_group(backend="gloo")
+    @property
+    def peers(self) -> RankGroup:
+        """This rank and its connections, once it is connected."""
+        return RankGroup(
+            rank=THIS_RANK.rank, local_rank=THIS_RANK.local_rank, world_size=THIS_RANK.world_size, control=self.group
+        )
 
     def close(self) -> None:
         """Release the process group before Python shuts down: the group's threads would abort the process then."""

@@ -7,23 +7,33 @@ from typing import ClassVar, Self
 
 from .loop_position import Batch, LoopPosition
 from .progress_files import progress_files
-from .rank_exchange import all_gather_json, ranks
-from .saving.objects import Saveable, capture, check_restorable
+from .rank_exchange import ranks
+from .saving.interval import Interval, SaveTimes
+from .saving.objects import Objects, Saveable, capture, check_restorable
 from .saving.restoring import Restorer
 from .saving.state_writer import StateWriter
 from .stop_consensus import StepFlags, StopRequested
 from .stop_signals import signals
 from .this_rank import THIS_RANK, check_no_later_attempt, warn
 
-# Snapshots may take 1 % of the time.
-_SECONDS_PER_COST = 100.0
+# Largest share of the time for snapshots.
+_MAX_OVERHEAD = 0.01
 
 
-class _Reports:
-    """Records what the background thread has done."""
+class _Script:
+    """The script as the owner of its states."""
 
     def __init__(self) -> None:
         self._warned = set[str]()
+
+    def check(self) -> None:
+        check_no_later_attempt()
+
+    def accepts(self, _tensors: object) -> bool:
+        return True
+
+    def publishing(self, step: int) -> None:
+        """Do nothing."""
 
     def checkpoint_saved(self, step: int, seconds: float, copy_seconds: float) -> None:
         progress_files.event("checkpoint_saved", step=step, seconds=round(seconds, 3), copy_seconds=round(copy_seconds, 4))
@@ -60,16 +70,12 @@ class SavedState:
         self.step = 0
         self._position = LoopPosition()
         self._ids = {id(each) for each in objects.values()}
-        self._objects = {**objects, "epochs and batches": self._position}
-        self._intervals = checkpoint_seconds, snapshot_seconds
-        self._saved_at = [time.monotonic()] * 2
-        self._saved: list[tuple[int, int] | None] = [None, None]
-        self._writer = StateWriter(
-            checkpoints=THIS_RANK.checkpoints,
-            snapshots=THIS_RANK.snapshots if snapshot_seconds else None,
-            keep=keep,
-            reports=_Reports(),
-        )
+        self._named = {**objects, "epochs and batches": self._position}
+        self._objects = Objects(shared={})
+        self._checkpoints = SaveTimes(interval=Interval(seconds=checkpoint_seconds))
+        self._snapshots = SaveTimes(interval=Interval(seconds=snapshot_seconds or None, max_overhead=_MAX_OVERHEAD))
+        self._keep = keep
+        self._writer: StateWriter | None = None
 
     def __enter__(self) -> Self:
         """Restore the newest state, if one exists.
@@ -85,12 +91,22 @@ class SavedState:
         ranks.connect("state()")
         began = time.monotonic()
         check_no_later_attempt()
+        self._objects = Objects.of_script(self._named)
         check_restorable(self._objects)
-        self._writer.connect()
-        restorer = Restorer(checkpoints=THIS_RANK.checkpoints, snapshots=THIS_RANK.snapshots, objects=self._objects)
+        snapshots = THIS_RANK.snapshots if self._snapshots.interval.seconds else None
+        self._writer = StateWriter(
+            peers=ranks.peers, checkpoints=THIS_RANK.checkpoints, snapshots=snapshots, keep=self._keep,
+            owner=_Script(), attempt=THIS_RANK.attempt,
+        )  # fmt: skip
+        restorer = Restorer(
+            peers=ranks.peers, checkpoints=THIS_RANK.checkpoints, snapshots=THIS_RANK.snapshots, objects=self._objects,
+            discarded=lambda candidate, reason: warn(f"{candidate.path} is not used: {reason}"),
+        )  # fmt: skip
         source = restorer.restore()
         self.step = source.step if source else 0
-        self._saved = [self._done if source and source.durable else None, self._done]
+        # Only nodes' memory holds a restored snapshot: save a checkpoint soon, because a failed node may fail again.
+        self._checkpoints.record(self._done if source else None, due=source is not None and not source.durable)
+        self._snapshots.record(self._done)
         progress_files.begin(self.step)
         progress_files.event(
             "train_started",
@@ -105,15 +121,15 @@ class SavedState:
         """Save the last step if the block ended without error or by sys.exit(0). Raises OSError if the write fails."""
         SavedState.active = None
         is_done = error is None or (isinstance(error, SystemExit) and error.code in {None, 0})
-        if THIS_RANK.run_dir is not None and is_done:
+        if self._writer and is_done:
             ranks.connect("state()").wait()
             self._writer.wait()
-            if any(all_gather_json(self._writer.failed_step is not None)):
-                self._saved[0] = None
+            if any(ranks.peers.all_gather_json(bool(self._writer.unwritten))):
+                self._checkpoints.record(None)
             self.save(durable=True)
             self._writer.wait()
-            if self._writer.failed_step is not None:
-                raise OSError(f"the checkpoint of step {self._writer.failed_step} could not be written")
+            if self._writer.unwritten:
+                raise OSError(self._writer.unwritten)
             if ranks.stopping:
                 name, requested_at = ranks.stopping
                 seconds = round(time.monotonic() - requested_at, 3)
@@ -151,12 +167,11 @@ class SavedState:
 
     def due(self) -> tuple[int, int]:
         """Return two numbers, for a checkpoint and a snapshot: 1 if it is due, else 0. Only rank 0 returns ones."""
-        if THIS_RANK.rank != 0 or self._writer.busy:
+        writer = self._writer
+        if THIS_RANK.rank != 0 or writer is None or writer.busy:
             return 0, 0
-        checkpoint_seconds, snapshot_seconds = self._intervals
-        waits = checkpoint_seconds, max(snapshot_seconds, _SECONDS_PER_COST * self._writer.snapshot_cost_seconds)
-        late = [time.monotonic() - at >= wait for at, wait in zip(self._saved_at, waits, strict=True)]
-        return int(late[0]), int(late[1] and self._writer.snapshots is not None)
+        snapshot = writer.snapshots and self._snapshots.due_by_time(writer.cost_seconds, writer.sending_seconds)
+        return int(self._checkpoints.due_by_time(writer.cost_seconds)), int(bool(snapshot))
 
     @property
     def _done(self) -> tuple[int, int]:
@@ -168,15 +183,15 @@ class SavedState:
 
         A failed write raises no error here: another checkpoint is written when the next one is due, and at the end.
         """
-        kinds = (0, 1) if durable else (1,)  # a checkpoint is a snapshot, too
-        began, cpu_began = time.monotonic(), time.thread_time()
-        for kind in kinds:
-            self._saved_at[kind] = began
-        if self._saved[kinds[0]] == self._done:
+        times = self._checkpoints if durable else self._snapshots
+        if self._writer is None or times.is_saved(self._done):
             return
-        for kind in kinds:
-            self._saved[kind] = self._done
-        self._writer.save(capture(self._objects, self.step), {}, began, cpu_began, durable=durable)
+        began, cpu_began = time.monotonic(), time.thread_time()
+        for each in (times, self._snapshots):  # a checkpoint is a snapshot, too
+            each.record(self._done)
+        captured = capture(self._objects, self.step, ranks.peers)
+        if copy := self._writer.save(captured, {}, began, cpu_began, durable=durable):
+            copy.make_device_wait()  # the script may change the state in any way
 
 
 def should_stop() -> bool:

@@ -4,30 +4,27 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..rank_exchange import all_gather_json
-from ..this_rank import THIS_RANK
+from ..rank_exchange import RankGroup
 from .holders import Holders
 from .restoring import shard_directory
 from .snapshot_files import SnapshotFiles
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from .tensor_files import Image
 
 
 class NeighbourCopies:
     """What this rank sends to the next node, and keeps for the previous one."""
 
-    def __init__(self, snapshots: Path, group: "ProcessGroup | None") -> None:
-        """`group` connects the threads that call `exchange`."""
-        self._snapshots, self._group = snapshots, group
+    def __init__(self, snapshots: Path, peers: RankGroup) -> None:
+        """`peers` connects the threads that call `exchange`."""
+        self._snapshots, self._peers = snapshots, peers
         self._kept: dict[int, SnapshotFiles] = {}
         """By rank, the files for the copies that this rank keeps."""
 
-    def missing_bytes(self, holders: Holders, rank: int, sizes: list[int]) -> int:
+    def missing_bytes(self, holders: Holders, sizes: list[int]) -> int:
         """Return the bytes of memory that the next copies need. `sizes` are those of all ranks' files."""
-        return sum(self._files_of(other, holders).missing_bytes(sizes[other]) for other in holders.kept_by(rank))
+        return sum(self._files_of(other, holders).missing_bytes(sizes[other]) for other in holders.kept_by(self._peers.rank))
 
     def _files_of(self, other: int, holders: Holders) -> SnapshotFiles:
         directory = shard_directory(self._snapshots, holders.shards[other], holders.count)
@@ -54,11 +51,11 @@ class NeighbourCopies:
         """
         from torch import distributed
 
-        rank = THIS_RANK.rank
-        sizes = all_gather_json(image.size_bytes if image and sends and not problem else 0, self._group)
+        rank = self._peers.rank
+        sizes = self._peers.all_gather_json(image.size_bytes if image and sends and not problem else 0)
         message = None
         if image and sizes[rank] and rank in holders.keepers:
-            message = distributed.isend(image.data, holders.keepers[rank], group=self._group)
+            message = distributed.isend(image.data, holders.keepers[rank], group=self._peers.control)
         for other in filter(sizes.__getitem__, holders.kept_by(rank)):
             try:
                 self._receive(step, other, self._files_of(other, holders), sizes[other], others)
@@ -66,7 +63,7 @@ class NeighbourCopies:
                 problem = problem or str(error) or repr(error)
         if message:
             message.wait()
-        for number, text in enumerate(all_gather_json(problem, self._group)):
+        for number, text in enumerate(self._peers.all_gather_json(problem)):
             if text:
                 raise OSError(f"rank {number}: {text}")
 
@@ -80,7 +77,7 @@ class NeighbourCopies:
             data = files.image(size_bytes).data
         except OSError as error:
             data, problem = torch.empty(size_bytes, dtype=torch.uint8), error
-        distributed.recv(data, other, group=self._group)
+        distributed.recv(data, other, group=self._peers.control)
         if problem:
             raise problem
         files.publish(step, lambda directory: write_all(directory, others))

@@ -7,14 +7,17 @@ their tensors are never joined. Each rank has its own state of every other objec
 from __future__ import annotations  # torch is imported only when a function is called
 
 import hashlib
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from pickle import UnpicklingError
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from ..rank_exchange import all_gather_bytes, broadcast_copies, ranks
+from ..rank_exchange import RankGroup
 from .shards import Part, part_of
 from .tensor_files import Layout, has_name
-from .values import UnpicklingError, deserialized, join, random_states, restore_random, serialized, split
+from .values import deserialized, join, random_states, restore_random, serialized, split
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -51,7 +54,34 @@ class Captured:
         return Layout.of(self.parts)
 
 
-def capture(objects: Mapping[str, Saveable], step: int) -> Captured:
+@dataclass(frozen=True, kw_only=True)
+class Objects:
+    """The objects of a state, by name."""
+
+    shared: Mapping[str, Saveable]
+    """Those that are equal on all ranks, or of which each rank holds a shard: saved once."""
+    own: Mapping[str, Saveable] = field(default_factory=dict)
+    """Those that each rank has of its own."""
+
+    @classmethod
+    def of_script(cls, objects: Mapping[str, Saveable]) -> Self:
+        """Return a script's objects: modules, optimizers and schedulers are shared."""
+        shared = {name: each for name, each in objects.items() if is_shared(each)}
+        own = {name: each for name, each in objects.items() if not is_shared(each)}
+        return cls(shared=_adapted(shared), own={**own, "random numbers": _RandomNumbers()})
+
+
+class _RandomNumbers:
+    """The random number generators of this rank."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return random_states()
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        restore_random(state)
+
+
+def capture(objects: Objects, step: int, peers: RankGroup) -> Captured:
     """Capture the present state. All ranks must call this.
 
     Raises:
@@ -59,24 +89,23 @@ def capture(objects: Mapping[str, Saveable], step: int) -> Captured:
         RuntimeError: the ranks hold different tensors, which are not shards.
     """
     tensors: dict[str, Tensor] = {}
-    shared = {name: _split(name, each, tensors) for name, each in _adapted(objects).items() if is_shared(each)}
+    values = {name: _split(name, each, tensors) for name, each in objects.shared.items()}
     parts = {name: _part(name, value) for name, value in tensors.items()}
-    parts |= _buffers_of_rank_zero(objects, parts)
-    own = {name: each.state_dict() for name, each in objects.items() if not is_shared(each)}
-    data = serialized({"objects": own, "random": random_states()})
+    parts |= _buffers_of_rank_zero(objects, parts, peers)
+    data = serialized({name: each.state_dict() for name, each in objects.own.items()})
     try:
         deserialized(data)
     except UnpicklingError:
-        for name, content in own.items():
-            check_content(name, content)
+        for name, each in objects.own.items():
+            check_content(name, each.state_dict())
         raise
     held = _Held.of(parts)
-    every = all_gather_bytes(held.digest + data, ranks.group)
+    every = peers.all_gather_bytes(held.digest + data)
     digests = [each[: len(held.digest)] for each in every]
     if any(digest[: _Held.HALF] != held.digest[: _Held.HALF] for digest in digests):
-        raise RuntimeError(_difference(parts))
+        raise RuntimeError(_difference(parts, peers))
     return Captured(
-        step=step, parts=parts, values=shared, own=[each[len(held.digest) :] for each in every],
+        step=step, parts=parts, values=values, own=[each[len(held.digest) :] for each in every],
         shards=[list(dict.fromkeys(digests)).index(digest) for digest in digests],
     )  # fmt: skip
 
@@ -95,10 +124,10 @@ class _Held:
         return cls(b"".join(hashlib.sha256(text.encode()).digest()[: cls.HALF] for text in (whole, blocks)))
 
 
-def _difference(parts: Mapping[str, Part]) -> str:
+def _difference(parts: Mapping[str, Part], peers: RankGroup) -> str:
     """Return which tensors differ between the ranks. All ranks must call this."""
     lines = [f"{name} {tuple(part.block.whole)} {part.tensor.dtype}" for name, part in parts.items()]
-    every = [set(text.decode().split("\n")) for text in all_gather_bytes("\n".join(lines).encode(), ranks.group)]
+    every = [set(text.decode().split("\n")) for text in peers.all_gather_bytes("\n".join(lines).encode())]
     other = next(rank for rank, each in enumerate(every) if each != every[0])
     example = next(iter(sorted(every[0] ^ every[other])))
     return (
@@ -133,24 +162,22 @@ def _part(name: str, value: Any) -> Part:
     return part
 
 
-def _buffers_of_rank_zero(objects: Mapping[str, Saveable], parts: Mapping[str, Part]) -> dict[str, Part]:
+def _buffers_of_rank_zero(objects: Objects, parts: Mapping[str, Part], peers: RankGroup) -> dict[str, Part]:
     """Return the modules' buffers with rank 0's content. Batch statistics differ by rank, and DDP uses rank 0's."""
     from torch import nn
 
-    if ranks.group is None:
-        return {}
-    modules = {name: each for name, each in objects.items() if isinstance(each, nn.Module)}
+    modules = {name: each for name, each in objects.shared.items() if isinstance(each, nn.Module)}
     names = [f"{name}/{key}" for name, module in modules.items() for key, _ in module.named_buffers()]
     buffers = {name: parts[name] for name in names if name in parts and parts[name].block.is_whole}
-    copies = broadcast_copies({name: part.tensor for name, part in buffers.items()})
+    copies = peers.broadcast_copies({name: part.tensor for name, part in buffers.items()})
     return {name: Part(tensor=copies[name], block=part.block) for name, part in buffers.items()}
 
 
-def check_restorable(objects: Mapping[str, Saveable]) -> None:
+def check_restorable(objects: Objects) -> None:
     """Raise TypeError if the state of one of the objects could be saved but not restored. All ranks must call this."""
     from torch import nn
 
-    for name, each in _adapted(objects).items():
+    for name, each in {**objects.shared, **objects.own}.items():
         if not isinstance(each, nn.Module | _Fsdp1):
             check_content(name, each.state_dict())
 
@@ -177,10 +204,13 @@ class Loading:
     """The memory for what this rank needs of each saved tensor, by name."""
     loads: list[Callable[[], object]] = field(default_factory=list)
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether this rank needs only a part of a tensor."""
-        return any(not part.block.is_whole for part in self.parts.values())
+    def memory_for(
+        self, of: str, memory: Callable[[str, Tensor], Tensor], wholes: Mapping[str, Tensor], saved: str
+    ) -> Tensor:
+        """Return memory for the tensor `saved` of an object."""
+        tensor = memory(saved.removeprefix(f"{of}/"), wholes[saved])
+        self.parts[saved] = part_of(tensor)
+        return tensor
 
     def finish(self) -> None:
         """Load the tensors, which are in the memory, into the objects."""
@@ -189,35 +219,37 @@ class Loading:
 
 
 def begin_loading(
-    objects: Mapping[str, Saveable], values: Mapping[str, Any], own: bytes, wholes: Mapping[str, Tensor]
+    objects: Objects, values: Mapping[str, Any], own: bytes, wholes: Mapping[str, Tensor]
 ) -> Loading:
     """Provide memory for a saved state. All ranks must call this.
 
-    `wholes` are the saved tensors as tensors on the meta device, by name. The tensors of a module get its own memory.
+    Args:
+        objects: those to restore.
+        values: the saved values of the shared objects.
+        own: what the rank had of its own.
+        wholes: the saved tensors as tensors on the meta device, by name. A module's get the memory of its own tensors.
 
     Raises:
         KeyError: the state was saved from objects of other names.
     """
-    of_rank = deserialized(own)
-    saved = values.keys() | of_rank["objects"].keys()
-    if saved != objects.keys():
-        raise KeyError(f"the saved state is of {', '.join(sorted(saved))}, and state() got {', '.join(sorted(objects))}")
+    states = deserialized(own)
+    saved, present = {*values, *states}, {*objects.shared, *objects.own}
+    if saved != present:
+        raise KeyError(f"the saved state is of {_list(saved)}, and state() got {_list(present)}")
     loading = Loading()
-    for name, each in _adapted(objects).items():
-        if name in of_rank["objects"]:
-            loading.loads.append(lambda each=each, state=of_rank["objects"][name]: each.load_state_dict(state))
-            continue
-        memory = _memory_for(each)
-
-        def tensor_of(saved: str, memory: Callable[[str, Tensor], Tensor] = memory, name: str = name) -> Tensor:
-            tensor = memory(saved.removeprefix(f"{name}/"), wholes[saved])
-            loading.parts[saved] = part_of(tensor)
-            return tensor
-
-        state = join(values[name], tensor_of)
-        loading.loads.append(lambda each=each, state=state: each.load_state_dict(_named_as(each, state)))
-    loading.loads.append(lambda: restore_random(of_rank["random"]))
+    for name, each in objects.shared.items():
+        state = join(values[name], partial(loading.memory_for, name, _memory_for(each), wholes))
+        loading.loads.append(partial(_load, each, state))
+    loading.loads.extend(partial(each.load_state_dict, states[name]) for name, each in objects.own.items())
     return loading
+
+
+def _list(names: Collection[str]) -> str:
+    return ", ".join(sorted(name for name in names if name.isidentifier())) or "no objects"
+
+
+def _load(one: Saveable, state: dict[str, Any]) -> None:
+    one.load_state_dict(_named_as(one, state))
 
 
 def _memory_for(one: Saveable) -> Callable[[str, Tensor], Tensor]:
@@ -238,6 +270,7 @@ def _memory_for(one: Saveable) -> Callable[[str, Tensor], Tensor]:
             return new(name, like) if tensor is None or tensor.shape != like.shape else tensor
 
         return of_module
+    one = getattr(one, "optimizer", one)  # of an object that saves an optimizer in its own way
     if isinstance(one, optim.Optimizer):
         parameters = [each for group in one.param_groups for each in group["params"]]
 
@@ -302,8 +335,6 @@ class _Fsdp1:
 
 def _adapted(objects: Mapping[str, Saveable]) -> dict[str, Saveable]:
     """Return the objects, with those of FSDP1 as `_Fsdp1`."""
-    import sys
-
     fsdp = sys.modules.get("torch.distributed.fsdp")  # imported by the script, if it uses FSDP1
     if fsdp is None:
         return dict(objects)
@@ -324,7 +355,3 @@ def _adapted(objects: Mapping[str, Saveable]) -> dict[str, Saveable]:
             if id(first) in owners:
                 adapted[name] = _Fsdp1(owners[id(first)], each)
     return adapted
-
-
-__all__ = ["Captured", "Loading", "Saveable", "begin_loading", "capture", "check_restorable"]
-

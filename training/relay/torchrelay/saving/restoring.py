@@ -27,9 +27,8 @@ from ..checkpoint_files import (
     remove_unpublished,
     step_of,
 )
-from ..rank_exchange import all_gather_json, broadcast_bytes, broadcast_tensors, ranks
-from ..this_rank import THIS_RANK, warn
-from .objects import Saveable, begin_loading
+from ..rank_exchange import RankGroup
+from .objects import Objects, begin_loading
 from .shards import Block, Part, copy_common
 from .tensor_files import TENSOR_FILES, SavedTensor, dtype_named, read_part, read_whole, saved_tensors
 from .values import deserialized
@@ -101,15 +100,18 @@ class _Unusable(Exception):  # noqa: N818  # it is caught, and the next state is
 class Restorer:
     """Restores the newest usable state. All ranks make the same calls."""
 
+    peers: RankGroup
     checkpoints: Path | None
     """Directory of the checkpoints; None if there are none."""
     snapshots: Path | None
     """This node's directory of snapshots; None if there are none."""
-    objects: Mapping[str, Saveable]
+    objects: Objects
+    discarded: Callable[[Candidate, str], None]
+    """Called on rank 0 with a state that is not usable, and the reason."""
     check: Callable[[Mapping[str, Any], Candidate], str] = lambda _values, _candidate: ""
-    """Called on rank 0 with the values of a state. Returns why it cannot be used, or an empty text."""
-    discarded: Callable[[Candidate, str], None] = lambda candidate, reason: warn(f"{candidate.path} is not used: {reason}")
-    """Called on rank 0 with an unusable state, and why it is not usable."""
+    """Called on all ranks with the values of a state. Returns why it is not usable, or an empty text."""
+    beat: Callable[[], object] = lambda: None
+    """Called before each tensor is read."""
     is_half_loaded: bool = field(default=False, init=False)
 
     def restore(self) -> Candidate | None:
@@ -121,7 +123,7 @@ class Restorer:
             RuntimeError: no state is usable, but tensors were already loaded from one.
         """
         mine = list[Shard]()
-        if self.snapshots and THIS_RANK.local_rank == 0:
+        if self.snapshots and self.peers.local_rank == 0:
             for directory in (self.snapshots, *self.snapshots.glob("shard-*")):
                 remove_unpublished(directory, "step-*")
             mine = list_shards(self.snapshots)
@@ -130,7 +132,7 @@ class Restorer:
             candidates.pop()
         if self.is_half_loaded and not candidates:
             raise RuntimeError("no saved state can be read as a whole, and the objects have parts of one: start again")
-        if self.snapshots and THIS_RANK.local_rank == 0:
+        if self.snapshots and self.peers.local_rank == 0:
             remove_newer(self.snapshots, candidates[-1].step if candidates else 0)
         return candidates[-1] if candidates else None
 
@@ -144,9 +146,9 @@ class Restorer:
         try:
             self._load(candidate, directories)
         except _Unusable as reason:
-            if THIS_RANK.rank == 0:
+            if self.peers.rank == 0:
                 self.discarded(candidate, str(reason))
-            for path in directories.values() if THIS_RANK.rank == 0 or not candidate.durable else ():
+            for path in directories.values() if self.peers.rank == 0 or not candidate.durable else ():
                 discard(path, durable=candidate.durable)
             return False
         return True
@@ -154,11 +156,11 @@ class Restorer:
     def _candidates(self, mine: list[Shard]) -> list[Candidate]:
         """Return the states that the ranks can read together, the newest last. `mine` are this node's shards."""
         steps = list[int]()
-        if self.checkpoints and THIS_RANK.rank == 0:
+        if self.checkpoints and self.peers.rank == 0:
             remove_unpublished(self.checkpoints, "step-*")
             steps = [step_of(path) for path in list_checkpoints(self.checkpoints)]
         shards = [(shard.step, shard.attempt, shard.count, shard.index) for shard in mine]
-        every = all_gather_json([steps, shards])
+        every = self.peers.all_gather_json([steps, shards])
         holders: dict[tuple[int, int, int], dict[int, list[int]]] = {}
         for rank, (_, theirs) in enumerate(every):
             for step, attempt, count, index in theirs:
@@ -184,26 +186,26 @@ class Restorer:
         """
         source = candidate.holders[0][0] if candidate.holders else 0
         if not candidate.durable:  # the first rank of each node has looked for the shards
-            node = all_gather_json({index: str(path) for index, path in directories.items()})
-            directories = {int(index): Path(path) for index, path in node[THIS_RANK.rank - THIS_RANK.local_rank].items()}
+            node = self.peers.all_gather_json({index: str(path) for index, path in directories.items()})
+            directories = {int(index): Path(path) for index, path in node[self.peers.rank - self.peers.local_rank].items()}
         is_split = False
-        if candidate.durable and THIS_RANK.rank == 0:
+        if candidate.durable and self.peers.rank == 0:
             is_split = len(list(directories[0].glob(TENSOR_FILES))) > 1
-        is_split, *_ = all_gather_json(is_split)
+        is_split, *_ = self.peers.all_gather_json(is_split)
         text, every = b"", b""
-        with _agreed(candidate):
-            if candidate.durable and (is_split or THIS_RANK.rank == 0):
+        with _agreed(self.peers, candidate):
+            if candidate.durable and (is_split or self.peers.rank == 0):
                 # Ranks that have written a file each all see the storage, and share the check.
-                _check(directories[0], *((THIS_RANK.rank, THIS_RANK.world_size) if is_split else ()))
-            if THIS_RANK.rank == source:
+                _check(directories[0], *((self.peers.rank, self.peers.world_size) if is_split else ()))
+            if self.peers.rank == source:
                 text, every = (directories[0] / STATE_VALUES).read_bytes(), (directories[0] / RANKS).read_bytes()
-        text, every = (broadcast_bytes(data, source, ranks.group) for data in (text, every))
+        text, every = (self.peers.broadcast_bytes(data, source) for data in (text, every))
         values, own = json.loads(text), deserialized(every)
-        if problem := all_gather_json(self.check(values, candidate) if THIS_RANK.rank == 0 else "")[0]:
+        if problem := next(filter(None, self.peers.all_gather_json(self.check(values, candidate))), ""):
             raise _Unusable(problem)
-        content = _Content.of(candidate, directories)
+        content = _Content.of(self.peers, self.beat, candidate, directories)
         # If there are more ranks than at the save, some continue with the same state as others.
-        loading = begin_loading(self.objects, values["objects"], own[THIS_RANK.rank % len(own)], content.wholes)
+        loading = begin_loading(self.objects, values["objects"], own[self.peers.rank % len(own)], content.wholes)
         self.is_half_loaded = True
         content.read(loading.parts)
         loading.finish()
@@ -227,7 +229,7 @@ def _check(checkpoint: Path, first: int = 0, stride: int = 1) -> None:
 
 
 @contextmanager
-def _agreed(candidate: Candidate) -> Iterator[None]:
+def _agreed(peers: RankGroup, candidate: Candidate) -> Iterator[None]:
     """Raise on all ranks if a rank cannot read a state. All ranks must enter the block.
 
     Raises:
@@ -239,7 +241,7 @@ def _agreed(candidate: Candidate) -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:
         problem, is_damaged = str(error) or repr(error), not candidate.durable or not isinstance(error, OSError)
-    for text, damaged in all_gather_json([problem, is_damaged]):
+    for text, damaged in peers.all_gather_json([problem, is_damaged]):
         if text and damaged:
             raise _Unusable(text)
         if text:
@@ -250,6 +252,8 @@ def _agreed(candidate: Candidate) -> Iterator[None]:
 class _Content:
     """The tensors of a state, and where this rank can read them."""
 
+    peers: RankGroup
+    beat: Callable[[], object]
     candidate: Candidate
     directories: Mapping[int, Path]
     """By the number of the shard, the directories that this rank can read."""
@@ -257,7 +261,9 @@ class _Content:
     """For each shard of a snapshot, its tensors by name. A checkpoint counts as one shard with whole tensors."""
 
     @classmethod
-    def of(cls, candidate: Candidate, directories: Mapping[int, Path]) -> Self:
+    def of(
+        cls, peers: RankGroup, beat: Callable[[], object], candidate: Candidate, directories: Mapping[int, Path]
+    ) -> Self:
         """Find the tensors. All ranks must call this.
 
         Raises:
@@ -266,19 +272,19 @@ class _Content:
         """
         readers = {0: 0} if candidate.durable else {index: ranks[0] for index, ranks in candidate.holders.items()}
         mine = dict[int, dict[str, Any]]()
-        with _agreed(candidate):
-            for index in [index for index, reader in readers.items() if reader == THIS_RANK.rank]:
+        with _agreed(peers, candidate):
+            for index in [index for index, reader in readers.items() if reader == peers.rank]:
                 for name, [first, *_] in _saved(directories[index]).items():
                     block = first.block.as_whole if candidate.durable else first.block
                     mine.setdefault(index, {})[name] = str(first.kind), block.offset, block.shape, block.whole
         shards: dict[int, dict[str, tuple[torch.dtype, Block]]] = {}
-        for described in all_gather_json(mine):
+        for described in peers.all_gather_json(mine):
             for index, tensors in described.items():
                 shards[int(index)] = {
                     name: (dtype_named(kind), Block(offset=tuple(offset), shape=tuple(shape), whole=tuple(whole)))
                     for name, (kind, offset, shape, whole) in tensors.items()
                 }
-        return cls(candidate=candidate, directories=directories, shards=shards)
+        return cls(peers=peers, beat=beat, candidate=candidate, directories=directories, shards=shards)
 
     @property
     def wholes(self) -> dict[str, Tensor]:
@@ -298,23 +304,25 @@ class _Content:
             _Unusable: on all ranks, if a file is damaged, or is a snapshot's and cannot be read.
             OSError: on all ranks, if a checkpoint cannot be read.
         """
-        is_sharded = any(all_gather_json(any(not part.block.is_whole for part in targets.values())))
+        is_sharded = any(self.peers.all_gather_json(any(not part.block.is_whole for part in targets.values())))
         if self.candidate.durable and is_sharded:
             # All ranks see the checkpoints: each reads what it needs.
-            with _agreed(self.candidate):
+            with _agreed(self.peers, self.candidate):
                 saved = _saved(self.directories[0])
                 for name, part in targets.items():
+                    self.beat()
                     read_part(part, saved[name])
             return
         needed, here = set[int](), set() if self.candidate.durable else set(self.directories)
-        with _agreed(self.candidate):
+        with _agreed(self.peers, self.candidate):
             needed = self._needed(targets, here)
-        missing = sorted({index for each in all_gather_json(sorted(needed - here)) for index in each})
-        with _agreed(self.candidate):
+        missing = sorted({index for each in self.peers.all_gather_json(sorted(needed - here)) for index in each})
+        with _agreed(self.peers, self.candidate):
             for index in missing:
                 self._receive(index, targets)
             for index in needed - set(missing):
                 for name, [saved_tensor] in _saved(self.directories[index]).items():
+                    self.beat()
                     if name in targets and saved_tensor.block.common(targets[name].block):
                         copy_common(targets[name], *saved_tensor.read(targets[name].block))
 
@@ -342,11 +350,23 @@ class _Content:
         """Send a shard from a rank that holds it to all others, each of which copies what it needs."""
         source = self.candidate.holders[index][0] if self.candidate.holders else 0
         tensors = self.shards[index]
-        saved = _saved(self.directories[index]) if source == THIS_RANK.rank else {}
+        saved = _saved(self.directories[index]) if source == self.peers.rank else {}
         shapes = {name: (kind, block.shape) for name, (kind, block) in tensors.items()}
-        for name, tensor in broadcast_tensors(shapes, lambda name: read_whole(saved[name]), source):
+        for name, tensor in self.peers.broadcast_each(shapes, lambda name: read_whole(saved[name]), source):
+            self.beat()
             if name in targets:
                 copy_common(targets[name], tensor, tensors[name][1])
+
+
+def read_state(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read the whole tensors of a state into host memory, by name, and its other values.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a file is damaged.
+    """
+    values: dict[str, Any] = json.loads((directory / STATE_VALUES).read_bytes())
+    return {name: read_whole(saved) for name, saved in _saved(directory).items()}, values
 
 
 def _saved(directory: Path) -> dict[str, list[SavedTensor]]:

@@ -8,7 +8,6 @@ import base64
 import io
 import random
 from collections.abc import Callable, Mapping
-from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -49,15 +48,14 @@ def join(value: Any, tensor_of: Callable[[str], "Tensor"]) -> Any:
         return [join(each, tensor_of) for each in value]
     if type(value) is not dict:
         return value
-    [kind, content] = next(iter(value.items())) if len(value) == 1 else ("", None)
-    if kind == _TENSOR:
-        return tensor_of(content)
-    if kind == _TUPLE:
-        return tuple(join(each, tensor_of) for each in content)
-    if kind == _ITEMS:
-        return {join(key, tensor_of): join(each, tensor_of) for key, each in content}
-    if kind == _TORCH:
-        return deserialized(base64.b64decode(content))
+    if _TENSOR in value:
+        return tensor_of(value[_TENSOR])
+    if _TUPLE in value:
+        return tuple(join(each, tensor_of) for each in value[_TUPLE])
+    if _ITEMS in value:
+        return {join(key, tensor_of): join(each, tensor_of) for key, each in value[_ITEMS]}
+    if _TORCH in value:
+        return deserialized(base64.b64decode(value[_TORCH]))
     return {key: join(each, tensor_of) for key, each in value.items()}
 
 
@@ -114,8 +112,3 @@ def restore_random(states: Mapping[str, Any]) -> None:
     random.setstate((version, tuple(internal), gauss))
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
-
-
-__all__ = [
-    "UnpicklingError", "deserialized", "join", "random_states", "restore_random", "serialized", "split", "uses_gpu",
-]  # fmt: skip

@@ -1,0 +1,60 @@
+"""Says when the next checkpoint or snapshot is due. Runs on every rank; imports no torch."""
+
+import math
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+# Copies to the next node use the network, which the training needs, too, for at most this share of the time.
+_SENDING_SHARE = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """The interval between saves, in steps or seconds. With neither, nothing is saved."""
+
+    steps: int | None = None
+    seconds: float | None = None
+    max_overhead: float | None = None
+    """Largest share of the time that saving may take. If saving takes more, the interval grows; None for no limit."""
+
+
+@dataclass(kw_only=True)
+class SaveTimes:
+    """The saves of one kind."""
+
+    interval: Interval
+    _saved: Any = field(default=None, init=False)
+    """What `record` was last called with: a step, or more; None if nothing counts as saved."""
+    _saved_at: float = field(default_factory=time.monotonic, init=False)
+
+    def record(self, position: Any, *, due: bool = False) -> None:
+        """Restart the interval at a save. If `due`, nothing counts as saved, and a time interval as over."""
+        self._saved = None if due else position
+        self._saved_at = -math.inf if due else time.monotonic()
+
+    def is_saved(self, position: Any) -> bool:
+        """Return whether this is the position of the last save. All ranks agree on this."""
+        return bool(position == self._saved)
+
+    def due_by_time(self, cost_seconds: float, sending_seconds: float = 0.0) -> bool:
+        """Return whether the interval has passed. Since the ranks' clocks differ, act on one rank's answer only.
+
+        Args:
+            cost_seconds: what the last save took from the training.
+            sending_seconds: for how long it used the network.
+        """
+        if self.interval.seconds is None:
+            return False
+        wait = self.interval.seconds
+        if self.interval.max_overhead:
+            wait = max(wait, cost_seconds / self.interval.max_overhead, sending_seconds / _SENDING_SHARE)
+        return time.monotonic() - self._saved_at >= wait
+
+    def due_by_step(self, step: int) -> bool:
+        """Return whether a step is a multiple of the interval's steps."""
+        return self.interval.steps is not None and step % self.interval.steps == 0
+
+    def due_after(self, step: int) -> bool:
+        """Return whether at least the interval's steps are done since the last save."""
+        return self.interval.steps is not None and self._saved is not None and step - self._saved >= self.interval.steps
