@@ -1,36 +1,29 @@
-"""Saves snapshots as checkpoints, and checks that snapshots fit into memory. Runs on ranks and agents; needs no torch.
+"""Saves the newest snapshot of a node as a checkpoint. Runs in the node agent when the ranks have ended; needs no torch.
 
-A snapshot is a state in a node's memory, in the format of a checkpoint. Ranks write snapshots
-(`training.checkpoint.writer`). When the ranks have ended, the node agent saves the newest snapshot as a checkpoint.
+A snapshot is a state in a node's memory, in the format of a checkpoint. The ranks write it (`torchrelay.saving`).
 """
 
 import itertools
 import json
-import os
-import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torchrelay.checkpoint_files import (
+    STATE_TENSORS,
+    STATE_VALUES,
     checkpoint_path,
-    find_damage,
     list_checkpoints,
     read_checkpoint,
-    remove_published,
     save_checkpoint,
     step_of,
 )
+from torchrelay.saving.restoring import Shard, list_shards
 
 from hpc.base.files import last_json_line, read_json_lines
-from hpc.base.kernel import available_memory_bytes
 from hpc.run.nodedir import NodeDir
-from hpc.run.rundir import STATE_VALUES, RunDir
-
-_SHARD = re.compile(r"shard-(\d+)-of-(\d+)")
+from hpc.run.rundir import RunDir
 
 
 def save_newest_as_checkpoint(node: NodeDir, run: RunDir, check: Callable[[], None] | None = None) -> int | None:
@@ -45,14 +38,16 @@ def save_newest_as_checkpoint(node: NodeDir, run: RunDir, check: Callable[[], No
     """
     saved = list_checkpoints(run.checkpoints)
     newest = step_of(saved[0]) if saved else 0
-    for step, paths in sorted(_whole_states(node.snapshots), reverse=True):
+    for shards in reversed(_whole_states(node.snapshots)):
+        step = shards[0].step
         if step <= newest:
             return None
-        files = _read_all(paths)
+        files = _read_all(shards)
         if not files:
             continue
-        # A user's script (torchrelay) saves another file, which depends on no results.
-        if STATE_VALUES in files and missing_results(json.loads(files[STATE_VALUES]), run):
+        values = json.loads(files[STATE_VALUES])
+        # A user's script saves no identity, and its states depend on no results.
+        if "identity" in values and missing_results(values["objects"]["progress"], run):
             continue
         try:
             save_checkpoint(run.checkpoints, step, partial(_write_files, files), keep=None, check=check)
@@ -64,26 +59,28 @@ def save_newest_as_checkpoint(node: NodeDir, run: RunDir, check: Callable[[], No
     return None
 
 
-def _read_all(paths: Iterable[Path]) -> dict[str, bytes]:
-    """Return the files of snapshots by name, or {} if one is damaged. Values that ranks do not share are rank 0's."""
+def _whole_states(snapshots: Path) -> list[list[Shard]]:
+    """Return the states of which a node holds all shards, the newest last."""
+
+    def state_of(shard: Shard) -> tuple[int, int, int]:
+        return shard.step, shard.attempt, shard.count
+
+    shards = sorted(list_shards(snapshots), key=lambda shard: (state_of(shard), shard.index))
+    states = [list(found) for _, found in itertools.groupby(shards, state_of)]
+    return [found for found in states if len(found) == found[0].count]
+
+
+def _read_all(shards: Iterable[Shard]) -> dict[str, bytes]:
+    """Return the files of the shards of a state by name, or {} if one is damaged. All but the tensors are equal."""
     files = dict[str, bytes]()
-    for path in paths:
-        part = read_checkpoint(path)
+    for shard in shards:
+        part = read_checkpoint(shard.path)
         if isinstance(part, str):
             return {}
-        files = part | files
+        if shard.count > 1:
+            part[f"state-{shard.index:05d}-of-{shard.count:05d}.safetensors"] = part.pop(STATE_TENSORS)
+        files |= part
     return files
-
-
-def _whole_states(directory: Path) -> Iterator[tuple[int, list[Path]]]:
-    """Yield the step and the snapshots of each state of which a node holds all parts."""
-    for path in list_checkpoints(directory):
-        yield step_of(path), [path]
-    shards = list_shards(directory)
-    for (step, _, count), found in itertools.groupby(shards, lambda shard: (shard.step, shard.attempt, shard.count)):
-        paths = [shard.path for shard in found]
-        if len(paths) == count:
-            yield step, paths
 
 
 def _write_files(files: Mapping[str, bytes], directory: Path) -> None:
@@ -93,47 +90,12 @@ def _write_files(files: Mapping[str, bytes], directory: Path) -> None:
             raise OSError(f"{directory / name} is not as it was written")
 
 
-@dataclass(frozen=True, order=True)
-class Shard:
-    """A snapshot of a shard in a node's memory."""
-
-    step: int
-    attempt: int
-    """Number of the attempt that wrote it."""
-    count: int
-    """Number of shards of the state."""
-    index: int
-    path: Path
-    size_bytes: int
-
-
-def shard_directory(index: int, count: int) -> str:
-    """Return the name of the directory for the snapshots of a shard, such as `shard-00003-of-00008`."""
-    return f"shard-{index:05d}-of-{count:05d}"
-
-
-def list_shards(directory: Path) -> list[Shard]:
-    """Return the intact snapshots of shards in a node's memory, the newest last. The directory need not exist."""
-    found = list[Shard]()
-    for parent in directory.iterdir() if directory.is_dir() else ():
-        if name := _SHARD.fullmatch(parent.name):
-            index, count = map(int, name.groups())
-            for path in list_checkpoints(parent):
-                with suppress(OSError, ValueError, KeyError):
-                    attempt = json.loads((path / STATE_VALUES).read_bytes())["attempt"]
-                    size_bytes = sum(file.stat().st_size for file in path.iterdir())
-                    shard = Shard(step_of(path), attempt, count, index, path, size_bytes)
-                    found += [] if find_damage(path) else [shard]
-    return sorted(found)
-
-
-def missing_results(values: Mapping[str, Any], run: RunDir) -> str:
-    """Return which results of a state (metrics, validation, best model) the run directory lacks, or an empty text.
+def missing_results(progress: Mapping[str, Any], run: RunDir) -> str:
+    """Return which results (metrics, validation, best model) of a state's `progress` a run lacks, or an empty text.
 
     If rank 0's node is lost, another node's snapshot may be newer than the last metrics that rank 0 wrote. Resuming
     from that snapshot would leave a gap in the metrics.
     """
-    progress = values["progress"]
     last = last_json_line(run.train_metrics)
     step = last["step"] if last else 0
     if step < progress["logged_step"]:
@@ -150,30 +112,3 @@ def missing_results(values: Mapping[str, Any], run: RunDir) -> str:
     if accuracy is not None and best < accuracy:
         return f"{run.best} lacks the best model, of validation accuracy {accuracy:.2%}"
     return ""
-
-
-def lacking_space(directory: Path, size_bytes: int, *, buffer_bytes: int) -> str:
-    """Return why a node's memory cannot take this much more in a directory, and buffers; an empty text if it can.
-
-    Raises:
-        OSError: the directory cannot be read.
-    """
-    disk = os.statvfs(directory)
-    free = disk.f_bavail * disk.f_frsize
-    if free < size_bytes:
-        return f"{directory} has {_in_megabytes(free)} free, and snapshots need {_in_megabytes(size_bytes)} more"
-    available, needed = available_memory_bytes(), size_bytes + buffer_bytes
-    if available < needed:
-        return f"{_in_megabytes(available)} of memory are available, and snapshots need {_in_megabytes(needed)}"
-    return ""
-
-
-def remove_others(directory: Path, keep: Collection[str]) -> None:
-    """Remove every entry of a directory of snapshots whose name is not in `keep`. The directory need not exist."""
-    for path in directory.iterdir() if directory.is_dir() else ():
-        if path.name not in keep:
-            remove_published(path)
-
-
-def _in_megabytes(size_bytes: int) -> str:
-    return f"{size_bytes / 1e6:,.1f} MB"

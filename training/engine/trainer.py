@@ -19,9 +19,8 @@ from torchrelay.stop_signals import signals
 from hpc.base.errors import TorchrelayError
 from hpc.run.events.kinds import FirstStep, NumericsChanged, TrainStarted, TrainStopped, Unrepeatable
 from training.checkpoint.initial_weights import load_initial_weights
-from training.checkpoint.restore import Restorer
+from training.checkpoint.saver import Saver
 from training.checkpoint.state import TrainState, identity
-from training.checkpoint.writer import CheckpointDestination, SnapshotDestination, StateWriter
 from training.config.rules import without_effect
 from training.config.train_config import TrainConfig, highest_learning_rate, samples_per_group
 from training.data.batch_schedule import BatchSchedule, make_schedule
@@ -79,7 +78,6 @@ class Trainer:
             scaler=make_scaler(config, group.device),
             ema=Ema(model, config.ema_decay) if config.ema_decay else None,
             identity=identity(config, data),
-            attempt=context.attempt,
             sharded=config.strategy == "fsdp",
         )
         # Any other object that must survive an interruption registers here too.
@@ -91,9 +89,7 @@ class Trainer:
         loss = Loss(config, data.train.labels, len(data.classes), group.device)
         self.stepper = Stepper(context, self.schedule, group, self.state, preprocess, loss)
         self.step_timer = StepTimer(context, group, model)
-        self.checkpoint_writer = StateWriter(CheckpointDestination(context, group, self.logger), self.state, group)
-        self.snapshots = SnapshotDestination(context, group, self.logger)
-        self.snapshot_writer = StateWriter(self.snapshots, self.state, group)
+        self.saver = Saver(context, self.state, group, self.logger)
         self.stop_consensus = StopConsensus(group.control)
         self.validator = self.make_validator(preprocess)
         self.totals: Totals | None = None
@@ -149,8 +145,7 @@ class Trainer:
 
     def finish_writing(self) -> None:
         """Wait until all writes that have begun are complete."""
-        self.snapshot_writer.wait()
-        self.checkpoint_writer.wait()
+        self.saver.writer.wait()
         self.logger.close()
 
     # --- before the first step ---
@@ -159,14 +154,11 @@ class Trainer:
         """Restore the newest state if there is one, and print and record where the training starts."""
         self.heartbeat.beat("start")
         began = time.monotonic()
-        restored = Restorer(self.context, self.state, self.group, self.logger).restore()
+        restored = self.saver.restore()
         if restored is None and self.config.weights:
             self.console.print(load_initial_weights(self.context, self.state, self.group))
         if self.config.deterministic != "off" and not self.stepper.unrepeatable and not self.numerics.changes:
             self.recomputation.begin(self.state.progress.step)
-        # Only nodes' memory holds a restored snapshot: save a checkpoint soon, because a failed node may fail again.
-        self.checkpoint_writer.restart_interval(due=restored is not None and not restored.durable)
-        self.snapshot_writer.restart_interval()
         self.early_stopping.start_clock()
         restore_seconds = time.monotonic() - began
         progress, started = self.state.progress, self.context.started
@@ -226,7 +218,7 @@ class Trainer:
                 if agreed.save:
                     self.save()
                 if agreed.snapshot:
-                    self.snapshot_writer.save()
+                    self.saver.save(durable=False)
                 if agreed.end or out_of_patience(self.config, progress):
                     self.check_loss(now=True)
                     self.save()
@@ -249,7 +241,7 @@ class Trainer:
                 epoch_ended = progress.samples_seen == 0
                 if epoch_ended:
                     self.check_loss()
-                if epoch_ended or self.checkpoint_writer.due_by_step():
+                if epoch_ended or self.saver.checkpoints.due_by_step(progress.step):
                     self.save()
                 self.validate_if_due()
                 yield
@@ -261,20 +253,17 @@ class Trainer:
             StopRequested: a rank received a signal.
         """
         is_rank_zero, steps_left = self.group.is_rank_zero, self.schedule.total_steps - self.state.progress.step
-        # No snapshot while the logger writes the best model: a restore rejects a snapshot whose best model is missing.
-        snapshot_due = (
-            is_rank_zero and not self.logger.busy and self.snapshot_writer.due_within(self.stop_consensus.interval)
-        )
+        snapshot_due = is_rank_zero and self.saver.snapshot_is_due(self.stop_consensus.interval)
         agreed = self.stop_consensus.exchange(
             StepFlags(
                 signal=signals.received(),
-                save=int(is_rank_zero and self.checkpoint_writer.due_by_time()),
+                save=int(is_rank_zero and self.saver.checkpoint_is_due),
                 snapshot=int(snapshot_due),
                 corrupt_images=int(self.corrupt_images.has_unshared),
                 end=int(is_rank_zero and self.early_stopping.out_of_time),
             ),
             # A snapshot is then late by at most a quarter of its interval, and ranks agree on a stop before the end.
-            max_interval=min(self.snapshots.interval.steps or math.inf, steps_left) / 4,
+            max_interval=min(self.saver.snapshots.interval.steps or math.inf, steps_left) / 4,
         )
         if agreed.corrupt_images:
             self.corrupt_images.share()
@@ -282,11 +271,11 @@ class Trainer:
 
     def save(self) -> None:
         """Start to write a checkpoint, unless this step has one. If the loss is not finite, none is written."""
-        if self.checkpoint_writer.is_saved:
+        if self.saver.checkpoint_is_saved:
             return
         self.heartbeat.beat("save", self.state.progress.step)
         # Copying the state is not training time, but waiting for a slow disk is.
-        self.loss_meter.leave_out(self.checkpoint_writer.save())
+        self.loss_meter.leave_out(self.saver.save(durable=True))
         self.heartbeat.beat("step")
 
     def check_loss(self, *, now: bool = False) -> None:
@@ -322,7 +311,7 @@ class Trainer:
         self.check_loss(now=True)
         self.save()
         self.heartbeat.beat("end")
-        self.checkpoint_writer.finish()
+        self.saver.finish()
         self.logger.wait_for_metrics()
         self.logger.wait()
         step, seconds = self.state.progress.step, round(time.monotonic() - requested_at, 3)
@@ -395,9 +384,8 @@ class Trainer:
     def clear_snapshots(self) -> None:
         """Remove all snapshots if the run is complete. All ranks must call this."""
         complete = self.group.is_rank_zero and self.context.run_dir.final_result.exists()
-        self.snapshot_writer.wait()
         if any(self.group.all_gather_json(complete)):
-            self.snapshots.clear()
+            self.saver.clear()
 
 
 def describe(config: TrainConfig, data: Data, schedule: BatchSchedule, group: ProcessGroup, model: nn.Module) -> str:

@@ -8,10 +8,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torchrelay.saving.restoring import read_state
 
 from hpc.base.errors import UserError
 from hpc.run.rundir import MODEL_CARD, MODEL_WEIGHTS
-from training.checkpoint.sharded import read_full
 from training.config.train_config import TrainConfig
 from training.inference.exported_model import FORMATS as EXPORTS
 from training.inference.exported_model import Classify, load_exported
@@ -111,8 +111,8 @@ def _read_weights(directory: Path) -> dict[str, Tensor]:
     try:
         if (directory / MODEL_WEIGHTS).exists():
             return load_file(directory / MODEL_WEIGHTS)
-        state = read_full(directory)
-    except (OSError, SafetensorError) as error:
+        state = read_state(directory)[0]
+    except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"{directory} cannot be loaded ({first_line(error)}): evaluate again") from error
     part = next(part for part in _PARTS if any(name.startswith(part) for name in state))
     return {name.removeprefix(part): value for name, value in state.items() if name.startswith(part)}

@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Self
 
 import torch
 from torch import Tensor, distributed
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # exported, but not in __all__
 from torch.distributed.rendezvous import rendezvous
-from torchrelay.rank_exchange import all_gather_bytes, broadcast_bytes
+from torchrelay.rank_exchange import RankGroup
+from torchrelay.saving.tensor_files import dtype_named
 
 from hpc.base.errors import UserError
 from hpc.base.kernel import resident_memory_bytes
@@ -29,8 +30,6 @@ from training.runtime.run_context import RankInfo
 # A rank that has not answered for this long is taken for dead.
 _TIMEOUT = timedelta(minutes=10)
 _WATCHED_TIMEOUT = timedelta(days=1)
-# Large enough for the full bandwidth, and small compared with a state that takes long to send.
-_BUCKET_BYTES = 2**26
 # The log level of errors in c10.
 _ERROR = 2
 # Pauses between two tries to reach rank 0's store. They grow, so that many ranks do not flood it.
@@ -42,34 +41,17 @@ class SharedError(UserError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProcessGroup:
+class ProcessGroup(RankGroup):
     """This rank's device, and its connections to all ranks."""
 
     rank_info: RankInfo
     device: torch.device
-    control: distributed.ProcessGroup
-    """Gloo group of all ranks for exchanges on the CPU, which do not make the device wait."""
     connected_at: float
     """time.monotonic() when all ranks had connected."""
     cores: int
     """Number of CPU cores for this rank: its share of the node's cores."""
     timeout: timedelta = _TIMEOUT
     """Maximum duration of each wait for other ranks."""
-
-    @property
-    def rank(self) -> int:
-        """This rank's number."""
-        return self.rank_info.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.rank_info.world_size
-
-    @property
-    def is_rank_zero(self) -> bool:
-        """Whether this is rank 0."""
-        return self.rank_info.is_rank_zero
 
     @property
     def description(self) -> str:
@@ -101,54 +83,18 @@ class ProcessGroup:
         distributed.all_reduce(total)
         return total
 
-    def broadcast_copies(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return copies of rank 0's tensors on every rank, with one broadcast per dtype. The host does not wait.
-
-        Names, shapes and dtypes must be the same on all ranks.
-        """
-        copies: dict[str, Tensor] = {}
-        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors.values()):
-            alike = {name: tensor for name, tensor in tensors.items() if tensor.dtype == dtype}
-            flat = torch.cat([tensor.detach().flatten() for tensor in alike.values()])
-            distributed.broadcast(flat, 0)
-            parts = torch.split(flat, [tensor.numel() for tensor in alike.values()])
-            copies |= {name: part.view(alike[name].shape) for name, part in zip(alike, parts, strict=True)}
-        return copies
-
     def broadcast_tensors(self, tensors: Mapping[str, Tensor], source: int = 0) -> Iterator[tuple[str, Tensor]]:
-        """Yield rank `source`'s names and tensors, on every rank's device. The `tensors` of other ranks are ignored.
+        """Yield rank `source`'s names and tensors. The `tensors` of other ranks are ignored.
 
-        All ranks must iterate to the end. Tensors are sent in buckets of 64 MB, or of one larger tensor. A tensor keeps
-        its whole bucket in memory: to keep a tensor, copy it.
+        All ranks must iterate to the end. A tensor keeps up to 64 MB of others in memory: to keep a tensor, copy it.
         """
         is_source = self.rank == source
-        found = {name: (str(value.dtype).removeprefix("torch."), list(value.shape)) for name, value in tensors.items()}
+        found = {name: (str(value.dtype), list(value.shape)) for name, value in tensors.items()}
         text = self.broadcast_bytes(json.dumps(found).encode() if is_source else None, source)
-        # Tensors on the meta device have a shape and a dtype, but take no memory.
-        described = {
-            name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-            for name, (dtype, shape) in json.loads(text).items()
-        }
-        for bucket in _buckets(described):
-            sizes = [described[name].numel() for name in bucket]
-            flat = torch.empty(sum(sizes), dtype=described[bucket[0]].dtype, device=self.device)
-            split = zip(bucket, torch.split(flat, sizes), strict=True)
-            parts = {name: part.view(described[name].shape) for name, part in split}
-            for name, part in parts.items() if is_source else ():
-                part.copy_(tensors[name])
-            # Send bytes, because a backend may not support the dtype.
-            distributed.broadcast(flat.view(torch.uint8), source)
-            yield from parts.items()
+        shapes = {name: (dtype_named(kind), tuple(shape)) for name, (kind, shape) in json.loads(text).items()}
+        yield from self.broadcast_each(shapes, tensors.__getitem__, source)
 
-    def broadcast_bytes(self, data: bytes | None, source: int = 0) -> bytes:
-        """Return rank `source`'s `data` on every rank. The `data` of other ranks is ignored."""
-        return broadcast_bytes(data, source, self.control)
-
-    def all_gather_json(self, value: Any) -> list[Any]:
-        """Return every rank's value, in the order of ranks. Values are small and fit for JSON; tuples become lists."""
-        return [json.loads(text) for text in all_gather_bytes(json.dumps(value).encode(), self.control)]
-
-    def new_group(self) -> "ProcessGroup":
+    def new_group(self) -> Self:
         """Return a copy with a control group of its own, for another thread. All ranks must call this."""
         return replace(self, control=_control_group(self.timeout))
 
@@ -203,8 +149,9 @@ def connect(rank_info: RankInfo, *, watched: bool = False) -> ProcessGroup:
     )  # fmt: skip
     control = _control_group(timeout)
     return ProcessGroup(
-        rank_info=rank_info, device=device, control=control, connected_at=time.monotonic(), cores=cores, timeout=timeout
-    )
+        rank=rank_info.rank, local_rank=rank_info.local_rank, world_size=rank_info.world_size, control=control,
+        rank_info=rank_info, device=device, connected_at=time.monotonic(), cores=cores, timeout=timeout,
+    )  # fmt: skip
 
 
 @contextmanager
@@ -242,19 +189,6 @@ def _wait_for_store(address: str, port: int) -> None:
             return  # torch's client reports other errors
         else:
             return
-
-
-def _buckets(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Yield the names of tensors in buckets. Each bucket has one dtype, and at most 64 MB or a single tensor."""
-    bucket, size_bytes = list[str](), 0
-    for name, tensor in sorted(tensors.items(), key=lambda item: str(item[1].dtype)):
-        if bucket and (size_bytes + tensor.nbytes > _BUCKET_BYTES or tensor.dtype != tensors[bucket[0]].dtype):
-            yield bucket
-            bucket, size_bytes = [], 0
-        bucket.append(name)
-        size_bytes += tensor.nbytes
-    if bucket:
-        yield bucket
 
 
 def _control_group(timeout: timedelta) -> distributed.ProcessGroup:

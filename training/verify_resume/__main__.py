@@ -127,7 +127,7 @@ def verify(config: TrainConfig, sizes: list[int], cuts: int, directory: Path) ->
         parts.append(ComparedPart(name="cuts", compared=f"{cuts} cuts", difference=missing))
     verdict = "bit-identical" if same_size else "the same samples"
     values = json.loads((list_checkpoints(cut.checkpoints)[0] / STATE_VALUES).read_bytes())
-    holds_for = f"{describe_numerics(values['numerics'])}, on one node"
+    holds_for = f"{describe_numerics(values['objects']['numerics'])}, on one node"
     return report(parts, console, f"{verdict} at step {steps}, after {done} of {cuts} cuts: {holds_for}")
 
 

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torchrelay.checkpoint_files import list_checkpoints
+from torchrelay.saving.restoring import read_state
 
 from hpc.base.files import read_json_lines
-from hpc.run.rundir import MODEL_WEIGHTS, STATE_VALUES, RunDir
-from training.checkpoint.sharded import read_full
+from hpc.run.rundir import MODEL_WEIGHTS, RunDir
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 # Fields of records that describe an attempt and its speed, not the training.
@@ -52,7 +52,8 @@ def compare_runs(one: RunDir, other: RunDir) -> list[ComparedPart]:
 
 def _states(one: Path, other: Path) -> Iterator[ComparedPart]:
     """Yield the compared parts of two checkpoints."""
-    tensors = [read_full(path) for path in (one, other)]
+    states = [read_state(path) for path in (one, other)]
+    tensors = [of_state for of_state, _ in states]
     parts: dict[str, Callable[[str], bool]] = {
         "weights": lambda key: key.startswith("model/") and not key.endswith(_STATISTICS),
         "batch statistics": lambda key: key.startswith("model/") and key.endswith(_STATISTICS),
@@ -63,7 +64,7 @@ def _states(one: Path, other: Path) -> Iterator[ComparedPart]:
     for name, belongs in parts.items():
         chosen = [{key: value for key, value in full.items() if belongs(key)} for full in tensors]
         yield compare_tensors(name, *chosen)
-    values = [json.loads((path / STATE_VALUES).read_text()) for path in (one, other)]
+    values = [of_state["objects"] for _, of_state in states]
     for part, full in zip(values, tensors, strict=True):
         sums = {name: full[f"loss_meter/{name}"].item() for name in ("loss", "correct")}
         part["loss_meter"] = _timeless(part["loss_meter"]) | sums

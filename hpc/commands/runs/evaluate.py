@@ -249,7 +249,7 @@ def _progress(directory: Path) -> dict[str, Any]:
     """Return the step and the epoch of a model; empty if its directory does not have them."""
     with suppress(OSError, ValueError, LookupError):
         if (directory / STATE_VALUES).exists():
-            values = json.loads((directory / STATE_VALUES).read_bytes())["progress"]
+            values = json.loads((directory / STATE_VALUES).read_bytes())["objects"]["progress"]
         else:
             values = json.loads((directory / "result.json").read_bytes())
         return {name: int(values[name]) for name in ("step", "epoch")}

@@ -112,7 +112,7 @@ def give_newest_checkpoint(source: RunDir, run: RunDir, spec: RunSpec) -> RunSpe
         shutil.rmtree(copy, ignore_errors=True)
     else:
         raise UserError(f"run {source.name} has no intact checkpoint in {source.checkpoints}: type hpc submit")
-    epochs_done = json.loads((copy / STATE_VALUES).read_bytes())["progress"]["epoch"]
+    epochs_done = json.loads((copy / STATE_VALUES).read_bytes())["objects"]["progress"]["epoch"]
     if spec.train and epochs_done >= spec.train.epochs:
         raise UserError(
             f"--epochs is {spec.train.epochs}, but {path.name} of run {source.name} is after epoch {epochs_done}: "

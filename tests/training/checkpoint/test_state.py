@@ -114,8 +114,8 @@ def trained_and_restored(group: ProcessGroup, config: TrainConfig, path: Path) -
     for _ in range(15):
         saved.stepper.step(saved.data.train[next(requests)], saved.loss_meter)
         saved.log_if_due()
-    saved.checkpoint_writer.save()
-    saved.checkpoint_writer.wait()
+    saved.saver.save(durable=True)
+    saved.saver.writer.wait()
     saved.logger.close()
     restored.resume()
     restored.logger.close()
@@ -166,8 +166,8 @@ def test_a_state_is_read_tensor_by_tensor_into_the_memory_where_it_belongs(
     flags = {"model": model, "image_size": 32, "ema_decay": 0.9, "optimizer": "adamw"}
     saved, restored = (trainer_with(group, start.data, start.directory / "run", **flags) for _ in range(2))
     saved.stepper.step(saved.data.train[next(saved.schedule.requests(0, 0, 0, 1))], saved.loss_meter)
-    saved.checkpoint_writer.save()
-    saved.checkpoint_writer.wait()
+    saved.saver.save(durable=True)
+    saved.saver.writer.wait()
     monkeypatch.setattr(process_group, "_BUCKET_BYTES", 2**12)
     heartbeat, state = CountingHeartbeat(), restored.state
     assert state.ema
@@ -195,9 +195,9 @@ def test_a_state_is_read_tensor_by_tensor_into_the_memory_where_it_belongs(
 
 def test_a_checkpoint_that_the_storage_cannot_read_is_kept(group: ProcessGroup, start: Starter) -> None:
     trainer = trainer_with(group, start.data, start.directory / "run")
-    trainer.checkpoint_writer.restart_interval(due=True)
-    trainer.checkpoint_writer.save()
-    trainer.checkpoint_writer.wait()
+    trainer.saver.checkpoints.record(None, due=True)
+    trainer.saver.save(durable=True)
+    trainer.saver.writer.wait()
     [path] = list_checkpoints(trainer.context.run_dir.checkpoints)
     unreadable = path / "state.json"
     unreadable.unlink()

@@ -12,11 +12,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from ..checkpoint_files import (
     RANKS,
+    STATE_TENSORS,
     STATE_VALUES,
     checkpoint_path,
     discard,
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+FORMAT = 1
+"""Number of the format of saved states, in their file of values."""
 _SHARD = re.compile(r"shard-(\d+)-of-(\d+)")
 
 
@@ -90,6 +94,10 @@ class Candidate:
     def source(self) -> str:
         """The kind of state: `checkpoint` or `snapshot`."""
         return "checkpoint" if self.durable else "snapshot"
+
+
+class OtherFormatError(RuntimeError):
+    """Another version of torchrelay has written the newest checkpoint."""
 
 
 class _Unusable(Exception):  # noqa: N818  # it is caught, and the next state is tried
@@ -177,6 +185,26 @@ class Restorer:
         durable = [Candidate(step=step, durable=True, path=checkpoint_path(checkpoints, step)) for step in every[0][0]]
         return sorted([*snapshots, *durable])
 
+    def _examine(self, checkpoint: Path) -> bool:
+        """Return whether several ranks have written a checkpoint.
+
+        Raises:
+            OtherFormatError: on all ranks, if another version has written it.
+        """
+        number, problem = 0, ""
+        with suppress(OSError, ValueError, KeyError):  # it cannot be read, or is damaged, which is noticed later
+            if self.peers.is_rank_zero:
+                names = file_names(checkpoint)
+                number = sum(fnmatch(name, TENSOR_FILES) for name in names)
+                if STATE_VALUES not in names:
+                    problem = f"{', '.join(sorted(names))} instead of {STATE_TENSORS} and {STATE_VALUES}"
+                elif (found := json.loads((checkpoint / STATE_VALUES).read_bytes()).get("format")) != FORMAT:
+                    problem = f"format {found} instead of {FORMAT}"
+        [number, problem], *_ = self.peers.all_gather_json([number, problem])
+        if problem:
+            raise OtherFormatError(f"{checkpoint.name} has {problem}: end the run with the version that began it")
+        return number > 1
+
     def _load(self, candidate: Candidate, directories: dict[int, Path]) -> None:
         """Load a state from directories by the number of their shard.
 
@@ -188,15 +216,14 @@ class Restorer:
         if not candidate.durable:  # the first rank of each node has looked for the shards
             node = self.peers.all_gather_json({index: str(path) for index, path in directories.items()})
             directories = {int(index): Path(path) for index, path in node[self.peers.rank - self.peers.local_rank].items()}
-        is_split = False
-        if candidate.durable and self.peers.rank == 0:
-            is_split = len(list(directories[0].glob(TENSOR_FILES))) > 1
-        is_split, *_ = self.peers.all_gather_json(is_split)
+        is_split = candidate.durable and self._examine(directories[0])
         text, every = b"", b""
         with _agreed(self.peers, candidate):
             if candidate.durable and (is_split or self.peers.rank == 0):
                 # Ranks that have written a file each all see the storage, and share the check.
-                _check(directories[0], *((self.peers.rank, self.peers.world_size) if is_split else ()))
+                share = (self.peers.rank, self.peers.world_size) if is_split else (0, 1)
+                if problem := find_damage(directories[0], *share):
+                    raise ValueError(problem)
             if self.peers.rank == source:
                 text, every = (directories[0] / STATE_VALUES).read_bytes(), (directories[0] / RANKS).read_bytes()
         text, every = (self.peers.broadcast_bytes(data, source) for data in (text, every))
@@ -210,22 +237,6 @@ class Restorer:
         content.read(loading.parts)
         loading.finish()
         self.is_half_loaded = False
-
-
-def _check(checkpoint: Path, first: int = 0, stride: int = 1) -> None:
-    """Check a rank's share of a checkpoint's files, as `find_damage` does.
-
-    Raises:
-        ValueError: the checkpoint is damaged, or was written by an earlier version.
-        OSError: the checkpoint cannot be read, but may be intact.
-    """
-    if problem := find_damage(checkpoint, first, stride):
-        raise ValueError(problem)
-    names = file_names(checkpoint)
-    if STATE_VALUES not in names:
-        raise ValueError(
-            f"it has {', '.join(sorted(names))} instead of {STATE_VALUES}: end the run with the version that began it"
-        )
 
 
 @contextmanager
@@ -245,7 +256,7 @@ def _agreed(peers: RankGroup, candidate: Candidate) -> Iterator[None]:
         if text and damaged:
             raise _Unusable(text)
         if text:
-            raise OSError(text)
+            raise OSError(f"{candidate.path} cannot be read ({text}): start the run again when it can")
 
 
 @dataclass(frozen=True, kw_only=True)

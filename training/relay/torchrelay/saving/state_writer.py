@@ -22,17 +22,13 @@ from .device_copy import DeviceCopy
 from .holders import Holders
 from .neighbour_copies import NeighbourCopies, write_all
 from .objects import Captured
-from .restoring import shard_directory
+from .restoring import FORMAT, shard_directory
 from .snapshot_files import SnapshotFiles
 from .tensor_files import Image
 from .values import serialized, uses_gpu
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-FORMAT = 1
-"""Number of the format of saved states, in their file of values."""
-
 
 class Owner(Protocol):
     """The training whose states are written. The background thread calls these methods."""

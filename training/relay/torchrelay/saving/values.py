@@ -25,6 +25,8 @@ def split(name: str, value: Any, tensors: dict[str, "Tensor"]) -> Any:
     """
     if type(value) in _PLAIN:
         return value
+    if isinstance(value, str):
+        return str(value)  # such as torch.__version__, which is of a class of its own
     if isinstance(value, dict):
         if all(type(key) is str and key[:1] != "$" for key in value):
             return {key: split(f"{name}/{key}", each, tensors) for key, each in value.items()}
