@@ -15,12 +15,12 @@ from statistics import median
 from typing import Any
 
 import torch
+from training.checkpoint.writer import StateWriter
 
 from benchmarks.gpu.part import Found, Goal, Row, data_directory, device, goal, on_gpu, synchronize
 from benchmarks.speed.loops import Case
 from benchmarks.speed.our_loop import our_trainer
 from hpc.run.nodedir import NodeDir
-from training.checkpoint.writer import StateWriter
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.save_interval import INTERVAL_WORDS
 from training.config.train_config import TrainConfig

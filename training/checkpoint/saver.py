@@ -90,9 +90,7 @@ class Saver:
             self._logger.wait()  # the state refers to the best model, which must be written first
         began, cpu_began = time.monotonic(), time.thread_time()
         captured = capture(self._state.objects, step, self._group)
-        copy = self.writer.save(
-            captured, {"identity": self._state.identity}, began, cpu_began, durable=durable
-        )
+        copy = self.writer.save(captured, {"identity": self._state.identity}, began, cpu_began, durable=durable)
         if copy:
             self._state.copies.append(copy)
         return time.monotonic() - began
@@ -129,9 +127,7 @@ class Saver:
 
     def checkpoint_saved(self, step: int, seconds: float, copy_seconds: float) -> None:
         """Record it."""
-        self._logger.event(
-            CheckpointSaved(step=step, seconds=round(seconds, 3), copy_seconds=round(copy_seconds, 4))
-        )
+        self._logger.event(CheckpointSaved(step=step, seconds=round(seconds, 3), copy_seconds=round(copy_seconds, 4)))
 
     def checkpoint_failed(self, step: int, reason: str) -> None:
         """Record it, and warn."""

@@ -1,4 +1,4 @@
-"""Saves the newest snapshot of a node as a checkpoint. Runs in the node agent when the ranks have ended; needs no torch.
+"""Saves a node's newest snapshot as a checkpoint. Runs in the node agent when the ranks have ended; needs no torch.
 
 A snapshot is a state in a node's memory, in the format of a checkpoint. The ranks write it (`torchrelay.saving`).
 """

@@ -7,7 +7,6 @@ from torchrelay.saving.interval import Interval
 from hpc.base.errors import UserError
 from hpc.base.text import flag
 
-
 _SECONDS_OF_UNIT = {"s": 1, "m": 60, "h": 3600}
 # Half of the 1 % that the help promises, because some costs of a snapshot cannot be measured while it is taken.
 AUTO_OVERHEAD = 0.005

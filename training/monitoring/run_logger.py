@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
-from torchrelay.saving.background_writer import BackgroundWriter
 from torchrelay.checkpoint_files import publish_directory, remove_unpublished
+from torchrelay.saving.background_writer import BackgroundWriter
 
 from hpc.base.errors import EXIT_NO_SPACE, TorchrelayError, UserError
 from hpc.base.files import (

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Self
 
 import torch
 from torch import Tensor, distributed
@@ -94,7 +93,7 @@ class ProcessGroup(RankGroup):
         shapes = {name: (dtype_named(kind), tuple(shape)) for name, (kind, shape) in json.loads(text).items()}
         yield from self.broadcast_each(shapes, tensors.__getitem__, source)
 
-    def new_group(self) -> Self:
+    def new_group(self) -> "ProcessGroup":
         """Return a copy with a control group of its own, for another thread. All ranks must call this."""
         return replace(self, control=_control_group(self.timeout))
 

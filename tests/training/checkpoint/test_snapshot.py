@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from support.trainings import Starter, Training, events, lines, slow
 from torchrelay.checkpoint_files import list_checkpoints, step_of
-
 from torchrelay.node_memory import available_memory_bytes, cgroup_available_bytes
+
 from hpc.run.nodedir import NodeDir
 from hpc.run.rundir import RunDir
 from training.checkpoint.snapshot import lacking_space, save_newest_as_checkpoint

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torchrelay.checkpoint_files import checkpoint_path, find_damage, list_checkpoints, save_snapshot, step_of
-
 from training.checkpoint.host_copy import HostCopy, HostMemory
 from training.checkpoint.sharded import ShardLayout
 from training.checkpoint.snapshot_files import SnapshotFiles
+
 from training.checkpoint.state import LOSS
 
 LAYOUT = ShardLayout()

@@ -17,11 +17,11 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torchrelay.checkpoint_files import list_checkpoints
 from torchrelay.progress_files import Heartbeat, Phase
+from training.checkpoint.restore import Restorer
 
 from hpc.base.errors import TorchrelayError
 from hpc.run.rundir import RunDir
 from training.checkpoint import host_copy, writer
-from training.checkpoint.restore import Restorer
 from training.config.train_config import TrainConfig
 from training.engine.launch import make_trainer
 from training.engine.trainer import Trainer

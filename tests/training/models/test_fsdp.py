@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from support.trainings import Starter, Training, events, final, lines, losses, same, slow
 from torch import Tensor
 from torchrelay.checkpoint_files import describe_file, list_checkpoints, step_of
+from training.checkpoint.sharded import read_full
 
 from hpc.base.errors import UserError
 from hpc.run.nodedir import NodeDir
 from hpc.run.rundir import STATE_VALUES, RunDir
-from training.checkpoint.sharded import read_full
 from training.checkpoint.snapshot import save_newest_as_checkpoint
 from training.config.train_config import Optimizer, TrainConfig
 from training.engine.launch import make_trainer
@@ -175,7 +175,6 @@ def test_a_damaged_part_makes_a_checkpoint_useless_and_the_one_before_is_taken(s
 def no_room_on_rank_1() -> None:
     """In a rank: another one's disk is full, until it is told to stop."""
     from torchrelay.stop_signals import signals
-
     from training.checkpoint.host_copy import HostCopy
 
     write = HostCopy.write

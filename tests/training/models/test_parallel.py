@@ -12,8 +12,8 @@ from torch._inductor import config as inductor
 from torch._inductor.exc import GPUTooOldForTriton, TritonMissing
 from torch.nn.parallel import DistributedDataParallel
 from torchrelay.checkpoint_files import list_checkpoints
-
 from training.checkpoint.sharded import read_full
+
 from training.config.train_config import TrainConfig
 from training.engine.trainer import Trainer
 from training.models.parallel import compile_training, compiler_error, wrap_for_training

@@ -1,4 +1,4 @@
-"""Tells how much memory of a node is left, for snapshots and copies of data. Runs on compute nodes; imports no torch."""
+"""Tells how much memory of a node is left for snapshots and copied data. Runs on compute nodes; imports no torch."""
 
 import os
 from collections.abc import Iterator

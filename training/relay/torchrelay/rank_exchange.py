@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from .stop_consensus import StopConsensus
 from .this_rank import THIS_RANK, check_version
@@ -60,11 +60,12 @@ class RankGroup:
         """Whether this is rank 0."""
         return self.rank == 0
 
-    def new_group(self) -> Self:
+    def new_group(self) -> "RankGroup":
         """Return a copy with a control group of its own, for another thread."""
         from torch import distributed
 
-        return replace(self, control=self.control and distributed.new_group(backend="gloo"))
+        group: Any = self.control and distributed.new_group(backend="gloo")
+        return replace(self, control=group)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Return the bytes of every rank, in the order of ranks."""

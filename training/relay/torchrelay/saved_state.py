@@ -36,7 +36,9 @@ class _Script:
         """Do nothing."""
 
     def checkpoint_saved(self, step: int, seconds: float, copy_seconds: float) -> None:
-        progress_files.event("checkpoint_saved", step=step, seconds=round(seconds, 3), copy_seconds=round(copy_seconds, 4))
+        progress_files.event(
+            "checkpoint_saved", step=step, seconds=round(seconds, 3), copy_seconds=round(copy_seconds, 4)
+        )
 
     def checkpoint_failed(self, step: int, reason: str) -> None:
         progress_files.event("checkpoint_failed", step=step, reason=reason)
@@ -46,8 +48,10 @@ class _Script:
         self._warn_once(f"no snapshots: {reason}; an interruption now costs the steps since the last checkpoint")
 
     def copies_off(self, reason: str) -> None:
-        self._warn_once(f"nodes keep no copies of other nodes' shards: {reason}; a lost node now costs the steps since "
-                        "the last checkpoint")
+        self._warn_once(
+            f"nodes keep no copies of other nodes' shards: {reason}; a lost node now costs the steps since "
+            "the last checkpoint"
+        )
 
     def _warn_once(self, text: str) -> None:
         kind = text.partition(":")[0]

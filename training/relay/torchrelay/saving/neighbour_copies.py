@@ -24,7 +24,9 @@ class NeighbourCopies:
 
     def missing_bytes(self, holders: Holders, sizes: list[int]) -> int:
         """Return the bytes of memory that the next copies need. `sizes` are those of all ranks' files."""
-        return sum(self._files_of(other, holders).missing_bytes(sizes[other]) for other in holders.kept_by(self._peers.rank))
+        return sum(
+            self._files_of(other, holders).missing_bytes(sizes[other]) for other in holders.kept_by(self._peers.rank)
+        )
 
     def _files_of(self, other: int, holders: Holders) -> SnapshotFiles:
         directory = shard_directory(self._snapshots, holders.shards[other], holders.count)
@@ -67,7 +69,9 @@ class NeighbourCopies:
             if text:
                 raise OSError(f"rank {number}: {text}")
 
-    def _receive(self, step: int, other: int, files: SnapshotFiles, size_bytes: int, others: Mapping[str, bytes]) -> None:
+    def _receive(
+        self, step: int, other: int, files: SnapshotFiles, size_bytes: int, others: Mapping[str, bytes]
+    ) -> None:
         """Receive a snapshot and publish it. Raises OSError, once it is received, if it cannot be kept."""
         import torch
         from torch import distributed

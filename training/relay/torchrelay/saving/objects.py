@@ -44,7 +44,7 @@ class Captured:
     values: dict[str, Any]
     """All else that is equal on all ranks, for JSON."""
     own: list[bytes]
-    """What each rank has of its own."""
+    """What each rank has of its own; empty texts if ranks have nothing."""
     shards: list[int]
     """For each rank, the number of the shard that it holds; all 0 if each holds the whole state."""
 
@@ -92,13 +92,7 @@ def capture(objects: Objects, step: int, peers: RankGroup) -> Captured:
     values = {name: _split(name, each, tensors) for name, each in objects.shared.items()}
     parts = {name: _part(name, value) for name, value in tensors.items()}
     parts |= _buffers_of_rank_zero(objects, parts, peers)
-    data = serialized({name: each.state_dict() for name, each in objects.own.items()})
-    try:
-        deserialized(data)
-    except UnpicklingError:
-        for name, each in objects.own.items():
-            check_content(name, each.state_dict())
-        raise
+    data = _serialized_own(objects) if objects.own else b""
     held = _Held.of(parts)
     every = peers.all_gather_bytes(held.digest + data)
     digests = [each[: len(held.digest)] for each in every]
@@ -108,6 +102,17 @@ def capture(objects: Objects, step: int, peers: RankGroup) -> Captured:
         step=step, parts=parts, values=values, own=[each[len(held.digest) :] for each in every],
         shards=[list(dict.fromkeys(digests)).index(digest) for digest in digests],
     )  # fmt: skip
+
+
+def _serialized_own(objects: Objects) -> bytes:
+    data = serialized({name: each.state_dict() for name, each in objects.own.items()})
+    try:
+        deserialized(data)
+    except UnpicklingError:
+        for name, each in objects.own.items():
+            check_content(name, each.state_dict())
+        raise
+    return data
 
 
 @dataclass(frozen=True)
@@ -218,21 +223,19 @@ class Loading:
             load()
 
 
-def begin_loading(
-    objects: Objects, values: Mapping[str, Any], own: bytes, wholes: Mapping[str, Tensor]
-) -> Loading:
+def begin_loading(objects: Objects, values: Mapping[str, Any], own: bytes, wholes: Mapping[str, Tensor]) -> Loading:
     """Provide memory for a saved state. All ranks must call this.
 
     Args:
         objects: those to restore.
         values: the saved values of the shared objects.
-        own: what the rank had of its own.
+        own: what a rank had of its own, or an empty text.
         wholes: the saved tensors as tensors on the meta device, by name. A module's get the memory of its own tensors.
 
     Raises:
         KeyError: the state was saved from objects of other names.
     """
-    states = deserialized(own)
+    states = deserialized(own) if own else {}
     saved, present = {*values, *states}, {*objects.shared, *objects.own}
     if saved != present:
         raise KeyError(f"the saved state is of {_list(saved)}, and state() got {_list(present)}")

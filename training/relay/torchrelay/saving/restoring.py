@@ -1,8 +1,9 @@
 """Finds the newest usable state, and restores it on all ranks. Runs on every rank.
 
-The candidates are the checkpoints, which rank 0 sees, and the snapshots in the memory of the nodes. A snapshot is complete
-if the nodes together hold all of its shards; a whole state is its own only shard. Each rank reads what it needs from its
-node's memory. What a node lacks is sent to it. A state that is not usable is discarded, and the next newest is tried.
+The candidates are the checkpoints, which rank 0 sees, and the snapshots in the memory of the nodes. A snapshot is
+complete if the nodes together hold all of its shards; a whole state is its own only shard. Each rank reads what it
+needs from its node's memory. What a node lacks is sent to it. A state that is not usable is discarded, and the next
+newest is tried.
 """
 
 from __future__ import annotations  # torch is imported only when a function is called
@@ -175,9 +176,13 @@ class Restorer:
                 holders.setdefault((step, attempt, count), {}).setdefault(index, []).append(rank)
         snapshots = [
             Candidate(
-                step=step, durable=False, attempt=attempt, count=count, holders=held,
+                step=step,
+                durable=False,
+                attempt=attempt,
+                count=count,
+                holders=held,
                 path=checkpoint_path(self.snapshots or Path(), step),
-            )  # fmt: skip
+            )
             for (step, attempt, count), held in holders.items()
             if len(held) == count
         ]
@@ -203,7 +208,7 @@ class Restorer:
         [number, problem], *_ = self.peers.all_gather_json([number, problem])
         if problem:
             raise OtherFormatError(f"{checkpoint.name} has {problem}: end the run with the version that began it")
-        return number > 1
+        return bool(number > 1)
 
     def _load(self, candidate: Candidate, directories: dict[int, Path]) -> None:
         """Load a state from directories by the number of their shard.
@@ -215,7 +220,9 @@ class Restorer:
         source = candidate.holders[0][0] if candidate.holders else 0
         if not candidate.durable:  # the first rank of each node has looked for the shards
             node = self.peers.all_gather_json({index: str(path) for index, path in directories.items()})
-            directories = {int(index): Path(path) for index, path in node[self.peers.rank - self.peers.local_rank].items()}
+            directories = {
+                int(index): Path(path) for index, path in node[self.peers.rank - self.peers.local_rank].items()
+            }
         is_split = candidate.durable and self._examine(directories[0])
         text, every = b"", b""
         with _agreed(self.peers, candidate):
@@ -225,14 +232,15 @@ class Restorer:
                 if problem := find_damage(directories[0], *share):
                     raise ValueError(problem)
             if self.peers.rank == source:
-                text, every = (directories[0] / STATE_VALUES).read_bytes(), (directories[0] / RANKS).read_bytes()
+                text, own = (directories[0] / STATE_VALUES).read_bytes(), directories[0] / RANKS
+                every = own.read_bytes() if own.exists() else b""
         text, every = (self.peers.broadcast_bytes(data, source) for data in (text, every))
-        values, own = json.loads(text), deserialized(every)
+        values, states = json.loads(text), deserialized(every) if every else [b""]
         if problem := next(filter(None, self.peers.all_gather_json(self.check(values, candidate))), ""):
             raise _Unusable(problem)
         content = _Content.of(self.peers, self.beat, candidate, directories)
         # If there are more ranks than at the save, some continue with the same state as others.
-        loading = begin_loading(self.objects, values["objects"], own[self.peers.rank % len(own)], content.wholes)
+        loading = begin_loading(self.objects, values["objects"], states[self.peers.rank % len(states)], content.wholes)
         self.is_half_loaded = True
         content.read(loading.parts)
         loading.finish()
@@ -338,7 +346,7 @@ class _Content:
                         copy_common(targets[name], *saved_tensor.read(targets[name].block))
 
     def _needed(self, targets: Mapping[str, Part], here: set[int]) -> set[int]:
-        """Return the shards that this rank needs, of which `here` are on its node. Raises ValueError if one is missing."""
+        """Return the shards that this rank needs; `here` are on its node. Raises ValueError if one is missing."""
         needed = set[int]()
         for name, part in targets.items():
             blocks = {index: tensors[name][1] for index, tensors in self.shards.items() if name in tensors}

@@ -14,7 +14,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..checkpoint_files import RANKS, STATE_TENSORS, STATE_VALUES, fsync, make_private, remove_published, save_checkpoint
+from ..checkpoint_files import (
+    RANKS,
+    STATE_TENSORS,
+    STATE_VALUES,
+    fsync,
+    make_private,
+    remove_published,
+    save_checkpoint,
+)
 from ..node_memory import lacking_space
 from ..rank_exchange import RankGroup
 from .background_writer import BackgroundWriter
@@ -29,6 +37,7 @@ from .values import serialized, uses_gpu
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 class Owner(Protocol):
     """The training whose states are written. The background thread calls these methods."""
@@ -118,7 +127,7 @@ class StateWriter:
 
     @property
     def cost_seconds(self) -> float:
-        """Seconds that the last snapshot took from the training. The GPU's wait for the copy counts once it is known."""
+        """Seconds that the last snapshot took from the training. A GPU's wait for the copy counts once it is known."""
         return self._cost_seconds + (self._device_copy.stall_seconds if self._device_copy else 0.0)
 
     @property
@@ -162,14 +171,16 @@ class StateWriter:
         self._device_copy = DeviceCopy(self._stream) if image and self._stream else None
         values = {"format": FORMAT, "attempt": self.attempt, "world_size": self.peers.world_size, **extra}
         others = {STATE_VALUES: json.dumps({**values, "objects": captured.values}).encode()}
+        if any(captured.own):
+            others[RANKS] = serialized(captured.own)
         on_gpu = uses_gpu()
         stall = time.monotonic() - began if on_gpu else time.thread_time() - cpu_began
         state = _Save(
             step=captured.step, durable=durable, holders=holders, image=image, is_snapshot=is_snapshot,
-            has_copies=has_copies, problem=problem, others={**others, RANKS: serialized(captured.own)},
-            owned=self._owned(captured) if durable else (), copied=self._device_copy, captured=captured,
+            has_copies=has_copies, problem=problem, others=others, owned=self._owned(captured) if durable else (),
+            copied=self._device_copy, captured=captured, copy_seconds=time.monotonic() - began,
             # A copy to new memory does not count: it takes several times as long as those that follow.
-            stall_seconds=0.0 if is_new else stall, copy_seconds=time.monotonic() - began,
+            stall_seconds=0.0 if is_new else stall,
         )  # fmt: skip
         self._background.submit(partial(self._write, state, on_gpu=on_gpu))
         return self._device_copy
@@ -208,7 +219,7 @@ class StateWriter:
         return {name for name, part in captured.parts.items() if (name, part.block.offset) not in lower}
 
     def _prepare_snapshot(self, holders: Holders, size_bytes: int) -> tuple[Image | None, str, bool]:
-        """Return the memory of the next snapshot, why there is none if there should be one, and whether copies are kept.
+        """Return the memory of the next snapshot, why this rank has none if it should, and whether to send copies.
 
         All ranks must call this.
         """

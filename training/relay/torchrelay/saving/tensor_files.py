@@ -97,7 +97,7 @@ class Image:
 
         self.size_bytes = size_bytes
         self.is_new = True
-        """Whether nothing was copied to it yet. The first copy takes longer, as the kernel has to provide the memory."""
+        """Whether nothing was copied to it yet. The first copy takes longer: the kernel has to provide the memory."""
         self.tensors: dict[str, Tensor] = {}
         """The tensors of its layout by name: views of the bytes."""
         self._layout: Layout | None = None
@@ -131,12 +131,15 @@ class Image:
         if layout != self._layout:
             first = len(layout.header)
             self._memory[:first] = layout.header
-            self._layout, self.tensors = layout, {
-                name: self.data[first + begin : first + end].view(kind).view(block.shape)
-                for (name, (begin, end)), (kind, block) in (
-                    (place, layout.tensors[place[0]]) for place in layout.places.items()
-                )
-            }
+            self._layout, self.tensors = (
+                layout,
+                {
+                    name: self.data[first + begin : first + end].view(kind).view(block.shape)
+                    for (name, (begin, end)), (kind, block) in (
+                        (place, layout.tensors[place[0]]) for place in layout.places.items()
+                    )
+                },
+            )
         with torch.no_grad():
             for name, part in parts.items():
                 self.tensors[name].copy_(part.tensor, non_blocking=True)
@@ -201,9 +204,7 @@ class SavedTensor:
         if common:
             first, last = common[0][0], common[1][0]
             skipped = first - block.offset[0]
-            block = Block(
-                offset=(first, *block.offset[1:]), shape=(last - first, *block.shape[1:]), whole=block.whole
-            )
+            block = Block(offset=(first, *block.offset[1:]), shape=(last - first, *block.shape[1:]), whole=block.whole)
         row_bytes = math.prod(block.shape[1:]) * self.kind.itemsize
         data = bytearray(math.prod(block.shape) * self.kind.itemsize)
         with self.file.open("rb", buffering=0) as opened:

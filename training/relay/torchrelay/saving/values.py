@@ -1,7 +1,7 @@
 """Splits a state into its tensors and a value for JSON, and joins them again. Runs on every rank.
 
-In the value, a JSON object with one key that begins with `$` stands for what JSON lacks: a tensor, by its name, a tuple,
-a dict with keys that are no texts, or any other object, as torch saves it. No pickled code is ever run.
+In the value, a JSON object with one key that begins with `$` stands for what JSON lacks: a tensor, by its name, a
+tuple, a dict with keys that are no texts, or any other object, as torch saves it. No pickled code is ever run.
 """
 
 import base64
@@ -17,7 +17,7 @@ _TENSOR, _TUPLE, _ITEMS, _TORCH = "$tensor", "$tuple", "$items", "$torch"
 _PLAIN = {bool, int, float, str, type(None)}
 
 
-def split(name: str, value: Any, tensors: dict[str, "Tensor"]) -> Any:
+def split(name: str, value: Any, tensors: dict[str, "Tensor"]) -> Any:  # noqa: PLR0911  # one for each kind
     """Return a state as a value for JSON, and add its tensors to `tensors`, with names that begin with `name`.
 
     Raises:
@@ -44,7 +44,7 @@ def split(name: str, value: Any, tensors: dict[str, "Tensor"]) -> Any:
     return {_TORCH: base64.b64encode(data).decode()}
 
 
-def join(value: Any, tensor_of: Callable[[str], "Tensor"]) -> Any:
+def join(value: Any, tensor_of: Callable[[str], "Tensor"]) -> Any:  # noqa: PLR0911  # one for each kind
     """Return the state that `split` made into a value; `tensor_of` returns a tensor by its name."""
     if type(value) is list:
         return [join(each, tensor_of) for each in value]
