@@ -37,6 +37,8 @@ def explain(arguments: Sequence[str], at: int) -> str | None:
     word = arguments[at]
     if word == "--":
         return "nothing follows --: give your script and its arguments, -- script.py ARGS"
+    if "--" in arguments[:at]:
+        return "only hpc submit, hpc sweep and hpc scaling take a script: leave out -- and the words after it"
     if re.fullmatch(r"[^-].*\.py", word):
         return f"put -- before {word}: {shlex.join([*arguments[:at], '--', *arguments[at:]])}"
     flag = word.partition("=")[0] if word.startswith("--") else word[:2]
