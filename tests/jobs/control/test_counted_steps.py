@@ -44,6 +44,22 @@ def test_ranks_that_are_being_killed_do_not_count_for_those_that_follow() -> Non
     assert counted.done == 1
 
 
+def test_ranks_that_torchrun_has_restarted_before_their_failure_is_noticed_count_at_once() -> None:
+    def running(restarts: int) -> list[RankStart]:
+        return [RankStart(rank=rank, restarts=restarts, has_ended=False) for rank in range(2)]
+
+    counted = CountedSteps()
+    counted.update(ranks(9, 9), running(0), 2)
+    counted.update(ranks(1, 1), running(1), 2)
+    assert counted.done == 9, "which the failure will name"
+    counted.restart(after=0)
+    assert counted.update(ranks(9, 9), running(0), 2) is None
+    assert counted.update(ranks(2, 3), running(1), 2) == FirstStep(step=3)
+    counted.restart(after=1)
+    assert counted.update(ranks(5, 5), running(1), 2) is None
+    assert counted.done is None
+
+
 def test_script_that_reports_its_steps_is_believed() -> None:
     counted = CountedSteps()
     counted.update(ranks(3, 3), [], 2)
