@@ -67,4 +67,4 @@ class CountedSteps:
             return None
         self._recorded, self._recorded_at = self.done, time.monotonic()
         paces = [seconds for seconds in self._step_seconds.values() if seconds]
-        return {"steps": self.done, "step_seconds": max(paces, default=None)}
+        return {"time": time.time(), "steps": self.done, "step_seconds": max(paces, default=None)}

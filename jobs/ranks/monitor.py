@@ -363,9 +363,7 @@ class NodeMonitor:
             self.counted_steps = max(each.step for each in heartbeats) if phases == {COUNTED} else None
         if self._channel.directive.stop:
             self._stop.handle(signal.SIGTERM, None)
-        self._channel.report(
-            heartbeats=heartbeats, starts=starts, failures=self._failures, signal=self._stop.name
-        )
+        self._channel.report(heartbeats=heartbeats, starts=starts, failures=self._failures, signal=self._stop.name)
         try:
             for callback in self.callbacks:
                 callback()

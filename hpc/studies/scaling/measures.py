@@ -8,7 +8,7 @@ from typing import Any
 
 from hpc.base.files import last_json_line, number_in, read_json_lines
 from hpc.run.events.history import History
-from hpc.run.events.kinds import TrainStarted
+from hpc.run.events.kinds import FirstStep, TrainStarted
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.status.summary import Summary
@@ -41,7 +41,8 @@ class Measures:
     images_per_second: float | None = None
     """The speed of all ranks: the median of the log's lines, without each attempt's first line."""
     steps_per_second: float | None = None
-    """The pace of a script that reports no images per second: the median of its log's lines, or of counted steps."""
+    """The pace of a script that reports no images per second: the median of its log's lines, or the mean of the counted
+    steps."""
     speed: float | None = None
     """Images per second. If unknown, steps per second; with --mode weak times the ranks, as each has the same batch."""
     val_loss: float | None = None
@@ -77,7 +78,8 @@ def measure(size: Size, mode: Mode, run: RunDir, summary: Summary) -> Measures:
     """Return the measures of a run so far."""
     lines, evaluations = list(read_json_lines(run.train_metrics)), list(read_json_lines(run.eval_metrics))
     train = RunSpec.load(run).train
-    started = History.load(run).of(TrainStarted)
+    history = History.load(run)
+    started = history.of(TrainStarted)
     # The first line of an attempt is left out, because its times include the start.
     steady = [line for before, line in pairwise(lines) if before.get("attempt") == line.get("attempt")]
     last = lines[-1] if lines else {}
@@ -87,7 +89,7 @@ def measure(size: Size, mode: Mode, run: RunDir, summary: Summary) -> Measures:
     test = _last(evaluations, "test")
     validation = [line for line in evaluations if line.get("split") == "val" and number_in(line, "loss") is not None]
     images = _middle(steady, "images_per_second")
-    pace = None if images else _pace(run, lines)
+    pace = None if images else _pace(lines) or _counted_pace(run, history)
     return Measures(
         size=size, run=run.name, state=summary.state,
         cause=summary.detail or summary.reason if summary.state == "failed" else None,
@@ -107,8 +109,8 @@ def measure(size: Size, mode: Mode, run: RunDir, summary: Summary) -> Measures:
     )  # fmt: skip
 
 
-def _pace(run: RunDir, lines: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the steps per second of a run: of its log, or else of the optimizer steps that its ranks have counted."""
+def _pace(lines: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the steps per second of a log; None if it has none."""
     paces = [
         steps / seconds
         for before, line in pairwise(lines)
@@ -116,10 +118,17 @@ def _pace(run: RunDir, lines: Sequence[Mapping[str, Any]]) -> float | None:
         and (steps := _growth(before, line, "step")) > 0
         and (seconds := _growth(before, line, "time")) > 0
     ]
-    if paces:
-        return median(paces)
-    step_seconds = number_in(last_json_line(run.counted_steps) or {}, "step_seconds")
-    return 1 / step_seconds if step_seconds else None
+    return median(paces) if paces else None
+
+
+def _counted_pace(run: RunDir, history: History) -> float | None:
+    """Return the steps per second that the ranks of a run have counted since their last start; None if unknown."""
+    last, firsts = last_json_line(run.counted_steps) or {}, history.of(FirstStep)
+    if not firsts or last.get("attempt") != firsts[-1].attempt:
+        return None
+    first = {"step": firsts[-1].step, "time": firsts[-1].time}
+    steps, seconds = _growth(first, {"step": last.get("steps")}, "step"), _growth(first, last, "time")
+    return steps / seconds if steps > 0 and seconds > 0 else None
 
 
 def _growth(before: Mapping[str, Any], after: Mapping[str, Any], name: str) -> float:

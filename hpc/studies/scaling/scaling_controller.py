@@ -100,8 +100,11 @@ class ScalingController:
         if state in TERMINAL:
             self._ended.add(size)
             measured = measure(size, self._spec.mode, run, summary)
-            images, steps = measured.images_per_second, measured.steps_per_second
-            speed = f", {images:.0f} images per second" if images else f", {steps:.3g} steps per second" if steps else ""
+            speed = ""
+            if measured.images_per_second:
+                speed = f", {measured.images_per_second:.0f} images per second"
+            elif measured.steps_per_second:
+                speed = f", {measured.steps_per_second:.3g} steps per second"
             self._tell(f"{run.name} is {state}{speed}")
             return False
         if self._spec.script:

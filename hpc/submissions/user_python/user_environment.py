@@ -173,9 +173,7 @@ def _check_in_container(image: Path, python: str, setup: Sequence[str]) -> None:
     _check_answers(f"{flag}, with the interpreter {python}", program, setup, _IMPORT_SECONDS, _USE_ANOTHER)
 
 
-def _check_answers(
-    flag: str, program: Sequence[str], setup: Sequence[str], seconds: float, advice: str
-) -> Path | None:
+def _check_answers(flag: str, program: Sequence[str], setup: Sequence[str], seconds: float, advice: str) -> Path | None:
     """Check the versions of an interpreter and its torch. Returns torch's file; None if torch may need --setup.
 
     `advice` says how to name another interpreter.
