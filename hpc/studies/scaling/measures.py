@@ -177,7 +177,8 @@ def conclusions(measured: Sequence[Measures]) -> list[str]:
         found.append(
             f"More ranks pay up to {_words(before.size)}: {_words(after.size)} are {gain if ratio >= 1 else loss}."
         )
-        found += _reason(after) or ["They wait neither for data nor for each other: type hpc doctor."]
+        is_known = after.data_wait_share is not None or after.allreduce_wait_share is not None
+        found += _reason(after) or ["They wait neither for data nor for each other: type hpc doctor."] * is_known
     return found + _up_or_out(known)
 
 

@@ -74,6 +74,9 @@ def test_conclusions_call_slower_what_is_slower_and_say_up_or_out() -> None:
 def test_waiting_for_data_is_a_reason() -> None:
     sizes = [measured(1, 1, 100), measured(2, 1, 110, data_wait_share=0.4)]
     assert conclusions(sizes)[1].startswith("They wait 40% of the time for data")
+    sizes[1] = measured(2, 1, 110, data_wait_share=0.01)
+    assert conclusions(sizes)[1] == "They wait neither for data nor for each other: type hpc doctor."
+    assert len(conclusions([measured(1, 1, 100), measured(2, 1, 110)])) == 1, "a script does not report its waits"
 
 
 @pytest.mark.parametrize(("state", "code"), [("failed", 1), ("running", 0)])
