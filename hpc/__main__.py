@@ -108,28 +108,27 @@ def _print_help() -> None:
 def _run_program(verb: str, arguments: list[str]) -> int:
     """Run a program of the classifier, and return its exit code. With -P, it imports nothing of the current directory.
 
-    The classifier replaces this process. The preflight may run in another Python, that of the user's scripts.
+    The program replaces this process, except the preflight, which runs in the Python of the user's scripts.
     """
-    from hpc.base.errors import UserError, need_classifier  # noqa: PLC0415  # the other verbs do not need this
-
     # The processes of multiprocessing inherit -P: they, too, import modules by name.
     command, environment = ["-P", "-m", PROGRAMS[verb][0], *arguments], {**os.environ, CALLED: f"hpc {verb}"}
-    try:
-        if verb == "preflight":
-            return _run_preflight(command, environment)
-        need_classifier("this command")
-    except UserError as error:
-        print(f"hpc {verb}: {error}", file=sys.stderr)
-        return error.exit_code
+    if verb == "preflight":
+        return _run_preflight(command, environment)
     return os.execve(sys.executable, [sys.executable, *command], environment)  # noqa: S606 - no shell
 
 
 def _run_preflight(command: list[str], environment: dict[str, str]) -> int:
-    """Run the preflight in the Python of the user's scripts. Raises UserError if that does not import torch."""
+    """Run the preflight in the Python of the user's scripts, if that imports torch."""
+    # The other verbs do not need these.
+    from hpc.base.errors import UserError  # noqa: PLC0415
     from hpc.run.own_packages import packages_alone  # noqa: PLC0415
     from hpc.submissions.user_python.user_environment import find_python, resolve  # noqa: PLC0415
 
-    _, python = resolve(None, None, (), on_cluster=False, found=find_python())
+    try:
+        _, python = resolve(None, None, (), on_cluster=False, found=find_python())
+    except UserError as error:
+        print(f"hpc preflight: {error}", file=sys.stderr)
+        return error.exit_code
     with packages_alone() as packages:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [packages, environment.get("PYTHONPATH")]))
         return subprocess.run([python or sys.executable, *command], env=environment, check=False).returncode

@@ -207,7 +207,7 @@ ScalingSize = TypedDict(
         "ranks": int,
         **described(Measures, MEASURED),
         "efficiency": Annotated[
-            float | None, msgspec.Meta(description="Images per second of a rank, relative to the smallest size.")
+            float | None, msgspec.Meta(description="Speed of a rank, relative to the smallest size.")
         ],
         "allreduce_bytes_per_second": Annotated[float | None, msgspec.Meta(description="At least, of each rank.")],
     },

@@ -26,6 +26,14 @@ class UserError(TorchrelayError):
     exit_code = 2
 
 
+def pip_install(*packages: str) -> str:
+    """Return the command that installs packages into this environment, which need not be the active one."""
+    python = shlex.quote(sys.executable)
+    # An environment that uv made has no pip.
+    pip = f"{python} -m pip install" if importlib.util.find_spec("pip") else f"uv pip install --python {python}"
+    return f"{pip} {shlex.join(packages)}"
+
+
 # Packages by extra, where the names differ. Messages name the package: for an extra, pip must also find torchrelay.
 _PACKAGES = {"sweep": "optuna", "mlflow": "mlflow-skinny"}
 
@@ -34,8 +42,8 @@ def need_package(package: str, extra: str, what: str) -> None:
     """Raise UserError if `package`, which our `extra` installs, is missing. The message says that `what` needs it."""
     if importlib.util.find_spec(package) is None:
         raise UserError(
-            f"{what} needs the package {package}, which is not in {sys.prefix}: type pip install "
-            f"{_PACKAGES.get(extra, extra)}"
+            f"{what} needs the package {package}, which is not in {sys.prefix}: type "
+            f"{pip_install(_PACKAGES.get(extra, extra))}"
         )
 
 
@@ -56,6 +64,6 @@ def need_classifier(what: str) -> None:
     if missing := lacking_classifier():
         raise UserError(
             f"{what} needs the built-in image classifier, which is not in {sys.prefix} (no {', '.join(missing)}): type "
-            f"{shlex.quote(sys.executable)} -m pip install 'torchrelay[classifier]', or submit a script of your own: "
+            f"{pip_install('torchrelay[classifier]')}, or submit a script of your own: "
             "hpc submit --nodes 2 --gpus-per-node 4 -- train.py"
         )

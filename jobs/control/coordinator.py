@@ -221,7 +221,8 @@ class Coordinator:
         # whether the other ranks finish that step or not.
         known = failure.step is not None and root.step is not None
         counted = failure.counted_steps and max(failure.counted_steps, root.counted_steps or 0)
-        self._handle(replace(failure, step=root.step if known else failure.step, counted_steps=counted))
+        failure = replace(failure, step=root.step if known else failure.step, counted_steps=counted)
+        self._handle(failure, restarts=root.restarts)
 
     def _ended_ranks(self, number: int, restarts: int) -> tuple[int, ...]:
         """Return the ranks of a round that had started after a number of restarts and have ended with exit code 0."""
@@ -270,13 +271,16 @@ class Coordinator:
             counted_steps=None if knows_steps else self.counted.done, **fields,
         )  # fmt: skip
 
-    def _handle(self, failure: Failure) -> None:
-        """Record a failure as interruption; end the attempt instead if the run may not restart, or others ended it."""
+    def _handle(self, failure: Failure, restarts: int | None = None) -> None:
+        """Record a failure as interruption; end the attempt instead if the run may not restart, or others ended it.
+
+        If torchrun restarts the ranks, `restarts` says after how many restarts the failed ones had started.
+        """
         if self._node.storage.ask(self._has_ended, otherwise=False):
             self._end()
             return
         self._last_failure, self.last_step = failure, 0
-        self.counted.restart()
+        self.counted.restart(restarts)
         self._root_failure.explained_until = max(self._root_failure.explained_until, failure.failed_at)
         # Take the interruptions of this attempt from memory: because of a full disk they may not be recorded.
         *earlier, this = attempts_of(

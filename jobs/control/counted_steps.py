@@ -23,6 +23,7 @@ class CountedSteps:
     def __init__(self) -> None:
         self._steps, self._step_seconds = 0, dict[int, float | None]()
         self._reports, self._awaits_end = False, False
+        self._after: int | None = None
         self._recorded: int | None = None
         self._recorded_at = 0.0
 
@@ -31,14 +32,22 @@ class CountedSteps:
         """The largest count; None if the ranks have counted no step, or if a rank reports its steps itself."""
         return None if self._reports else self._steps or None
 
-    def restart(self) -> None:
-        """Count from 0 again, as soon as the ranks that count now have ended."""
-        self._steps, self._reports, self._awaits_end = 0, False, True
+    def restart(self, after: int | None = None) -> None:
+        """Count from 0 again, as soon as the ranks that count now have ended.
+
+        If ranks that had started after a number of restarts have failed (`after`), torchrun may have replaced them by
+        now. So ranks that have started after more restarts count at once.
+        """
+        self._steps, self._reports, self._awaits_end, self._after = 0, False, after is None, after
 
     def update(
         self, heartbeats: Collection[RankHeartbeat], starts: Sequence[RankStart], world_size: int
     ) -> FirstStep | None:
         """Take the ranks' counts. Returns an event after the first step since their start."""
+        if self._after is not None:
+            starts = [start for start in starts if start.restarts > self._after]
+            newest = {start.rank for start in starts}
+            heartbeats = [heartbeat for heartbeat in heartbeats if heartbeat.rank in newest]
         watched = [heartbeat for heartbeat in heartbeats if heartbeat.phase != UNWATCHED]
         self._awaits_end = self._awaits_end and bool(watched)
         if self._awaits_end:
@@ -58,4 +67,4 @@ class CountedSteps:
             return None
         self._recorded, self._recorded_at = self.done, time.monotonic()
         paces = [seconds for seconds in self._step_seconds.values() if seconds]
-        return {"steps": self.done, "step_seconds": max(paces, default=None)}
+        return {"time": time.time(), "steps": self.done, "step_seconds": max(paces, default=None)}

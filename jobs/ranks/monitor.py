@@ -356,15 +356,14 @@ class NodeMonitor:
         for failure in failures:
             self._node.record(RankFailed(**asdict(failure)))
         self._failures = (*self._failures, *failures)[-_KEPT_FAILURES:]
-        heartbeats = self.ranks.heartbeats()
+        # In this order: the heartbeat of a rank that has replaced another one must not be that of the other one.
+        starts, heartbeats = self.ranks.starts(), self.ranks.heartbeats()
         self.last_step = max([self.last_step, *(each.step for each in heartbeats if each.phase != COUNTED)])
         if phases := {each.phase for each in heartbeats} - {UNWATCHED}:
             self.counted_steps = max(each.step for each in heartbeats) if phases == {COUNTED} else None
         if self._channel.directive.stop:
             self._stop.handle(signal.SIGTERM, None)
-        self._channel.report(
-            heartbeats=heartbeats, starts=self.ranks.starts(), failures=self._failures, signal=self._stop.name
-        )
+        self._channel.report(heartbeats=heartbeats, starts=starts, failures=self._failures, signal=self._stop.name)
         try:
             for callback in self.callbacks:
                 callback()

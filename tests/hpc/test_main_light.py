@@ -7,6 +7,10 @@ from pathlib import Path
 import pytest
 from support.environments import make_light_venv, make_torch_venv
 
+from hpc.__main__ import PROGRAMS
+
+INSTALL = "uv pip install --python"  # the environment has no pip
+
 
 @pytest.fixture(scope="module")
 def light(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -44,9 +48,37 @@ def test_what_needs_the_classifier_says_what_to_install_and_how_to_submit_a_scri
     done = type_hpc(light, tmp_path, *words.split())
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert f"needs the built-in image classifier, which is not in {light} (no torch, torchvision, " in done.stderr
-    advice = f"type {light}/bin/python -m pip install 'torchrelay[classifier]', or submit a script of your own: hpc sub"
+    advice = f"type {INSTALL} {light}/bin/python 'torchrelay[classifier]', or submit a script of your own: hpc submit"
     assert advice in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["model.pt2"], "nothing was made"
+
+
+@pytest.mark.parametrize("module", [*(module for module, _ in PROGRAMS.values()), "training.engine.rank_benchmark"])
+def test_program_of_the_classifier_says_what_to_install(module: str, light: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [light / "bin/python", "-m", module, "--help"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    package = "torch" if ".engine." in module else "'torchrelay[classifier]'"
+    assert done.stderr.startswith(f"error: python -m {module} needs the ")
+    assert f", which is not in {light}" in done.stderr
+    assert f": type {INSTALL} {light}/bin/python {package}" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "package"),
+    [
+        ("sweep --name a --cluster local --param lr=1,2 -- train.py --lr {lr}", "optuna"),
+        ("submit --cluster local --tracker wandb -- train.py", "wandb"),
+    ],
+)
+def test_missing_package_of_an_extra_is_installed_beside_hpc_and_not_in_the_active_environment(
+    words: str, package: str, light: Path, own: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").touch()
+    done = type_hpc(light, tmp_path, *words.split(), VIRTUAL_ENV=str(own))
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr.endswith(f"is not in {light}: type {INSTALL} {light}/bin/python {package}\n")
 
 
 def test_script_has_the_active_environment_or_else_the_python3_on_the_path(
@@ -63,7 +95,7 @@ def test_script_has_the_active_environment_or_else_the_python3_on_the_path(
     assert (
         f"no environment is active, and python3 is {light}/bin/python3, which does not import torch" in refused.stderr
     )
-    assert "use --python ENV/bin/python" in refused.stderr
+    assert "install torch there, or activate the environment of your script\n" in refused.stderr
 
 
 def test_preflight_runs_in_the_environment_of_the_script(light: Path, own: Path, tmp_path: Path) -> None:
@@ -72,6 +104,7 @@ def test_preflight_runs_in_the_environment_of_the_script(light: Path, own: Path,
     assert (checked.returncode, checked.stdout[:18]) == (0, "preflight: 1 rank "), checked.stderr
     refused = type_hpc(light, tmp_path, "preflight", PATH=f"{light}/bin:{os.environ['PATH']}")
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1), refused.stderr
+    assert "--python" not in refused.stderr
 
 
 def test_completion_lacks_the_programs_of_the_classifier(light: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from hpc.base.errors import UserError
+from hpc.base.errors import UserError, pip_install
 from hpc.base.text import few, file_name
 from training.config.class_directories import class_names, holds_image
 from training.config.packed_index import INDEX, check_files, read_index, used_labels
@@ -116,7 +116,7 @@ def _digits_directory() -> Path:
         if (path := Path(directory, "datasets", "data")).is_dir():
             return path
     raise UserError(
-        f"--data is {DIGITS}, which are in scikit-learn, but that is not installed: pip install scikit-learn"
+        f"--data is {DIGITS}, which are in scikit-learn, but that is not installed: type {pip_install('scikit-learn')}"
     )
 
 

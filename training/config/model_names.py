@@ -12,7 +12,7 @@ import shlex
 from functools import cache
 from pathlib import Path
 
-from hpc.base.errors import UserError, need_package
+from hpc.base.errors import UserError, need_package, pip_install
 from hpc.base.files import sha256_of
 from hpc.base.text import did_you_mean
 
@@ -62,7 +62,7 @@ def check_model(name: str) -> None:
     if (name.partition(".")[0] if name.startswith(TIMM) else name) in known:
         return
     if len(known) == len(OWN_MODELS):
-        raise UserError(f"--model is {name!r}, and torchvision is not installed here: pip install torchvision")
+        raise UserError(f"--model is {name!r}, but torchvision is not installed: type {pip_install('torchvision')}")
     hint = did_you_mean(name, known, f"use {SMALL_CNN} or resnet50")
     raise UserError(f"--model is {name!r}, which is not known: {hint}")
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpc.base.errors import UserError
+from hpc.base.errors import UserError, pip_install
 from hpc.run.rundir import MODEL_CARD
 from training.inference.classifier import Classifier
 from training.inference.model_card import ModelCard, read_card
@@ -126,7 +126,7 @@ def require_packages(kind: Format) -> None:
     """
     missing = [name for name in kind.packages if importlib.util.find_spec(name) is None]
     if missing:
-        raise UserError(f"{kind.suffix} files need {', '.join(missing)}: pip install {' '.join(kind.packages)}")
+        raise UserError(f"{kind.suffix} files need {', '.join(missing)}: type {pip_install(*kind.packages)}")
 
 
 def load_exported(path: Path, kind: Format) -> tuple[ModelCard, Classify]:

@@ -15,6 +15,7 @@ from hpc.studies.members import common, user_code
 from hpc.studies.scaling.scaling_dir import Mode, ScalingDir, ScalingSpec, read_gpus, read_nodes, split_sizes
 from hpc.studies.verb import NOT_OF_GROUPS, check_is_new, directory_of, go_on, look_after, make, tell_on, typed_flags
 from hpc.submissions.options import SubmitScript, SubmitTraining, run_verb, split_script
+from hpc.submissions.sbatch.sbatch_advice import explain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     own = {field.name.replace("_", "-") for field in dataclasses.fields(StudyOptions)}
     typed = typed_flags(flags)
     if not script and "name" in typed and typed <= own and "-h" not in flags:
-        return cli.run(partial(study, _continued), StudyOptions, "scaling", flags)
+        return cli.run(partial(study, _continued), StudyOptions, "scaling", flags, cli.Reading(explain=explain))
     nodes, gpus, others = split_sizes(flags)
     options: type[ScalingTraining | ScalingScript] = ScalingScript if script else ScalingTraining
     started = partial(study, partial(_started, nodes=nodes, gpus=gpus, script=script))

@@ -15,6 +15,7 @@ from hpc.studies.sweep.space import grid_of, read_space
 from hpc.studies.sweep.sweep_dir import Direction, Pruner, Sampler, SweepDir, SweepSpec
 from hpc.studies.verb import NOT_OF_GROUPS, check_is_new, directory_of, go_on, look_after, make, tell_on, typed_flags
 from hpc.submissions.options import SubmitScript, SubmitTraining, run_verb, split_script
+from hpc.submissions.sbatch.sbatch_advice import explain
 from training.config.train_config import TrainConfig
 
 _TRIALS, _PARALLEL = 20, 4
@@ -83,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb."""
     flags, script = split_script(list(sys.argv[1:] if argv is None else argv))
     if not script and not {"param", "help", "help-all"} & typed_flags(flags) and "-h" not in flags:
-        return cli.run(partial(sweep, _continued), ContinueOptions, "sweep", flags)
+        return cli.run(partial(sweep, _continued), ContinueOptions, "sweep", flags, cli.Reading(explain=explain))
     options: type[SweepTraining | SweepScript] = SweepScript if script else SweepTraining
     started = partial(sweep, partial(_started, script=script))
     return run_verb("sweep", started, options, flags, script, hidden=NOT_OF_GROUPS)

@@ -6,13 +6,13 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
-from hpc.base.files import number_in, read_json_lines
+from hpc.base.files import last_json_line, number_in, read_json_lines
 from hpc.run.events.history import History
-from hpc.run.events.kinds import TrainStarted
+from hpc.run.events.kinds import FirstStep, TrainStarted
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.status.summary import Summary
-from hpc.studies.scaling.scaling_dir import Size
+from hpc.studies.scaling.scaling_dir import Mode, Size
 
 # Added ranks pay if each brings at least `_PAYS` of an earlier rank's speed. A wait is reported if it takes at least
 # `_NOTABLE` of the time.
@@ -40,6 +40,11 @@ class Measures:
     """The number of epochs trained so far, which may be a fraction."""
     images_per_second: float | None = None
     """The speed of all ranks: the median of the log's lines, without each attempt's first line."""
+    steps_per_second: float | None = None
+    """The pace of a script that reports no images per second: the median of its log's lines, or the mean of the counted
+    steps."""
+    speed: float | None = None
+    """Images per second. If unknown, steps per second; with --mode weak times the ranks, as each has the same batch."""
     val_loss: float | None = None
     """The best validation loss."""
     test_loss: float | None = None
@@ -69,11 +74,12 @@ class Measures:
         return 2 * (self.size.ranks - 1) / self.size.ranks * self.gradient_bytes / self.allreduce_seconds
 
 
-def measure(size: Size, run: RunDir, summary: Summary) -> Measures:
+def measure(size: Size, mode: Mode, run: RunDir, summary: Summary) -> Measures:
     """Return the measures of a run so far."""
     lines, evaluations = list(read_json_lines(run.train_metrics)), list(read_json_lines(run.eval_metrics))
     train = RunSpec.load(run).train
-    started = History.load(run).of(TrainStarted)
+    history = History.load(run)
+    started = history.of(TrainStarted)
     # The first line of an attempt is left out, because its times include the start.
     steady = [line for before, line in pairwise(lines) if before.get("attempt") == line.get("attempt")]
     last = lines[-1] if lines else {}
@@ -82,13 +88,16 @@ def measure(size: Size, run: RunDir, summary: Summary) -> Measures:
     epochs = step / of_epoch if step and of_epoch else epoch
     test = _last(evaluations, "test")
     validation = [line for line in evaluations if line.get("split") == "val" and number_in(line, "loss") is not None]
+    images = _middle(steady, "images_per_second")
+    pace = None if images else _pace(lines) or _counted_pace(run, history)
     return Measures(
         size=size, run=run.name, state=summary.state,
         cause=summary.detail or summary.reason if summary.state == "failed" else None,
         lr=max(_column(lines, "lr"), default=None),
         batch_size=train.batch_size if train else None, steps_per_epoch=of_epoch,
         epoch_seconds=seconds / epochs if seconds and epochs else None, epochs=epochs,
-        images_per_second=_middle(steady, "images_per_second"),
+        images_per_second=images, steps_per_second=pace,
+        speed=images or (pace * (size.ranks if mode == "weak" else 1) if pace else None),
         val_loss=min(_column(validation, "loss"), default=None),
         test_loss=number_in(test, "loss"), test_accuracy=number_in(test, "accuracy"),
         data_wait_share=_mean(steady, "data_wait_share"),
@@ -100,16 +109,48 @@ def measure(size: Size, run: RunDir, summary: Summary) -> Measures:
     )  # fmt: skip
 
 
+def _pace(lines: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the steps per second of a log; None if it has none."""
+    paces = [
+        steps / seconds
+        for before, line in pairwise(lines)
+        if before.get("attempt") == line.get("attempt")
+        and (steps := _growth(before, line, "step")) > 0
+        and (seconds := _growth(before, line, "time")) > 0
+    ]
+    return median(paces) if paces else None
+
+
+def _counted_pace(run: RunDir, history: History) -> float | None:
+    """Return the steps per second that the ranks of a run have counted since their last start; None if unknown."""
+    last, firsts = last_json_line(run.counted_steps) or {}, history.of(FirstStep)
+    if not firsts or last.get("attempt") != firsts[-1].attempt:
+        return None
+    first = {"step": firsts[-1].step, "time": firsts[-1].time}
+    steps, seconds = _growth(first, {"step": last.get("steps")}, "step"), _growth(first, last, "time")
+    return steps / seconds if steps > 0 and seconds > 0 else None
+
+
+def _growth(before: Mapping[str, Any], after: Mapping[str, Any], name: str) -> float:
+    first, last = number_in(before, name), number_in(after, name)
+    return 0.0 if first is None or last is None else last - first
+
+
 def efficiency(measured: Sequence[Measures]) -> dict[Size, float]:
-    """Return the images per second of a rank in each measured size, relative to the smallest measured size."""
-    per_rank = {one.size: one.images_per_second / one.size.ranks for one in measured if one.images_per_second}
+    """Return the speed of a rank in each measured size, relative to the smallest measured size."""
+    per_rank = {one.size: one.speed / one.size.ranks for one in measured if one.speed}
     base = next(iter(per_rank.values()), 1.0)
     return {size: value / base for size, value in per_rank.items()}
 
 
+def causes(measured: Sequence[Measures]) -> list[str]:
+    """Return a sentence for each size whose run failed or was refused."""
+    return [f"{one.size.name} is {one.state}: {one.cause}" for one in measured if one.cause]
+
+
 def conclusions(measured: Sequence[Measures]) -> list[str]:
     """Return sentences: up to which size more ranks pay, what limits them, and whether few or many nodes are faster."""
-    known = [one for one in measured if one.images_per_second]
+    known = [one for one in measured if one.speed]
     fastest = list[Measures]()
     for one in known:  # of sizes with the same number of ranks, keep only the fastest
         if fastest and fastest[-1].size.ranks == one.size.ranks:
@@ -136,7 +177,8 @@ def conclusions(measured: Sequence[Measures]) -> list[str]:
         found.append(
             f"More ranks pay up to {_words(before.size)}: {_words(after.size)} are {gain if ratio >= 1 else loss}."
         )
-        found += _reason(after) or ["They wait neither for data nor for each other: type hpc doctor."]
+        is_known = after.data_wait_share is not None or after.allreduce_wait_share is not None
+        found += _reason(after) or ["They wait neither for data nor for each other: type hpc doctor."] * is_known
     return found + _up_or_out(known)
 
 
@@ -181,7 +223,7 @@ def _words(size: Size) -> str:
 
 
 def _speed(one: Measures) -> float:
-    return one.images_per_second or 0.0
+    return one.speed or 0.0
 
 
 def _column(lines: Sequence[Mapping[str, Any]], name: str) -> list[float]:

@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable, Mapping
 
 from hpc.base.errors import UserError
-from hpc.base.files import read_json_lines
+from hpc.base.files import number_in, read_json_lines
+from hpc.run.events.history import History
+from hpc.run.events.kinds import FirstStep
 from hpc.slurm.cancellation import cancel_run
 from hpc.status.run_view import StatusCache
 from hpc.status.summary import TERMINAL, Summary
@@ -62,7 +64,7 @@ class ScalingController:
         for size in self._spec.sizes:
             run = self._study.run(size.name)
             if run.spec.exists():
-                found.append(measure(size, run, self._cache.summary(run)))
+                found.append(measure(size, self._spec.mode, run, self._cache.summary(run)))
             else:
                 cause = self._refused.get(size)
                 found.append(Measures(size=size, run=run.name, state="refused" if cause else "waiting", cause=cause))
@@ -97,14 +99,18 @@ class ScalingController:
         state, run = summary.state, self._study.run(size.name)
         if state in TERMINAL:
             self._ended.add(size)
-            speed = measure(size, run, summary).images_per_second
-            measured = f", {speed:.0f} images per second" if speed else ""
-            self._tell(f"{run.name} is {state}{measured}")
+            measured = measure(size, self._spec.mode, run, summary)
+            speed = ""
+            if measured.images_per_second:
+                speed = f", {measured.images_per_second:.0f} images per second"
+            elif measured.steps_per_second:
+                speed = f", {measured.steps_per_second:.3g} steps per second"
+            self._tell(f"{run.name} is {state}{speed}")
             return False
         if self._spec.script:
-            first = next(iter(read_json_lines(run.train_metrics)), None)
-            began = first.get("time") if first else None
-            if isinstance(began, int | float) and time.time() - began > 60 * self._spec.minutes:
+            first, steps = next(iter(read_json_lines(run.train_metrics)), {}), History.load(run).of(FirstStep)
+            began = number_in(first, "time") or (steps[0].time if steps else None)
+            if began is not None and time.time() - began > 60 * self._spec.minutes:
                 cancel_run(run, state, final=True)
         return True
 

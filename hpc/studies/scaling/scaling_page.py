@@ -9,13 +9,13 @@ import pandas as pd
 from hpc.report.charts import LOOKS, Axis, Chart, Look, Series
 from hpc.report.colors import line_style
 from hpc.report.rendering import GroupPage
-from hpc.studies.scaling.measures import Curve, Measures
+from hpc.studies.scaling.measures import Curve, Measures, causes
 from hpc.studies.scaling.scaling_dir import ScalingSpec, Size
 
 # The rows about speed; the other rows are about learning.
 _SPEED = (
-    "ranks", "images per second", "scaling efficiency", "seconds per epoch", "waiting for all-reduce",
-    "waiting for data", "GPU-hours",
+    "ranks", "images per second", "steps per second", "scaling efficiency", "seconds per epoch",
+    "waiting for all-reduce", "waiting for data", "GPU-hours",
 )  # fmt: skip
 _SIZE = ("size", "size", "run")
 
@@ -40,16 +40,16 @@ def scaling_page(
         {
             "size": one.size.name, "link": links.get(one.size), "state": one.state,
             **dict(zip(("color", "dashes"), line_style(number), strict=True)),
-            **dict.fromkeys(_SPEED, ""), **{title: values[number] for title, values in rows if title != "state"},
+            **{title: values[number] for title, values in rows if title != "state"},
             "best": {title: values[number] for title, values in rows if best.get(title) is one},
         }
         for number, one in enumerate(measured)
     ]  # fmt: skip
-    speed = [_SIZE, ("state", "state", "state"), *((title, title, "digits") for title in _SPEED)]
+    known = {title for title, _ in rows}
+    speed = [_SIZE, ("state", "state", "state"), *((title, title, "digits") for title in _SPEED if title in known)]
     learning = [_SIZE, *((title, title, "digits") for title, _ in rows if title not in {"state", *_SPEED})]
-    causes = [f"{one.size.name} is {one.state}: {one.cause}" for one in measured if one.cause]
     return GroupPage(
-        name=name, kind="scaling study", findings=[*conclusions, *causes],
+        name=name, kind="scaling study", findings=[*conclusions, *causes(measured)],
         headline=[f"{spec.minutes:g} minutes for each size, nodes × GPUs per node", mode],  # noqa: RUF001 - times
         # The table about learning is left out if empty: a user's script may report nothing about learning.
         results=[("Speed", speed, cells), *([("Learning", learning, cells)] if learning[1:] else [])],
@@ -74,18 +74,19 @@ def _shares(measured: Sequence[Measures]) -> list[tuple[str, list[tuple[str, flo
 
 
 def _figures(measured: Sequence[Measures]) -> list[tuple[Chart, Axis]]:
-    known = [(number, one) for number, one in enumerate(measured) if one.images_per_second]
+    known = [(number, one) for number, one in enumerate(measured) if one.speed]
     if not known:
         return []
-    speeds = [(number, one, ((float(one.size.ranks), one.images_per_second or 0.0),)) for number, one in known]
+    speeds = [(number, one, ((float(one.size.ranks), one.speed or 0.0),)) for number, one in known]
     first = known[0][1]
-    per_rank = (first.images_per_second or 0.0) / first.size.ranks
+    per_rank = (first.speed or 0.0) / first.size.ranks
+    speed = LOOKS["images_per_second"] if first.images_per_second else Look(title="Speed", form="%.3g", from_zero=True)
     ranks = sorted({one.size.ranks for _, one in known})
     ideal = _points([(float(count), per_rank * count) for count in ranks])
     ideal_line = Series(name="ideal", color="s8", dashes="dotted", points=ideal)
     ticks = {float(count): str(count) for count in ranks}
     found = [(
-        Chart(column="speed", look=LOOKS["images_per_second"], x="ranks", series=[ideal_line, *_series(speeds)]),
+        Chart(column="speed", look=speed, x="ranks", series=[ideal_line, *_series(speeds)]),
         Axis(name="step", label="ranks", limits=(0.0, 1.05 * ranks[-1]), ticks=ticks),
     )]  # fmt: skip
     for title, curves in (

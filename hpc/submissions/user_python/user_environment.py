@@ -26,6 +26,7 @@ OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 6)
 # Importing torch from slow storage takes minutes.
 _IMPORT_SECONDS = 300.0
 _MARK = "torchrelay:"
+_USE_ANOTHER = "use --python ENV/bin/python"
 # Any Python 3 can run this program, and so report that it is too old.
 _LOOK = f"""
 import json, sys
@@ -127,11 +128,13 @@ def check(
     `flag` names the interpreter in errors. The lines of `--setup`, which are for the nodes, do not run here. If there
     are such lines and torch cannot be imported, only a warning is printed.
     """
-    path = _executable(given, flag)
+    # A Python that the user has not named may be that of a command without --python.
+    advice = _USE_ANOTHER if flag == "--python" else "activate the environment of your script"
+    path = _executable(given, flag, advice)
     if on_cluster:
         for used in (path.parent, path):
             check_is_shared(flag, used)
-    torch_file = _check_answers(f"{flag} is {given}", [str(path)], setup, seconds)
+    torch_file = _check_answers(f"{flag} is {given}", [str(path)], setup, seconds, advice)
     if on_cluster and torch_file:
         check_is_shared(f"{flag} imports torch from", torch_file)
     return str(path)
@@ -167,11 +170,14 @@ def _check_in_container(image: Path, python: str, setup: Sequence[str]) -> None:
         print(f"hpc submit: warning: {flag}, which is not checked: {problem}", file=sys.stderr)
         return
     program = container.inside(engine, image, [python])
-    _check_answers(f"{flag}, with the interpreter {python}", program, setup, _IMPORT_SECONDS)
+    _check_answers(f"{flag}, with the interpreter {python}", program, setup, _IMPORT_SECONDS, _USE_ANOTHER)
 
 
-def _check_answers(flag: str, program: Sequence[str], setup: Sequence[str], seconds: float) -> Path | None:
-    """Check the versions of an interpreter and its torch. Returns torch's file; None if torch may need --setup."""
+def _check_answers(flag: str, program: Sequence[str], setup: Sequence[str], seconds: float, advice: str) -> Path | None:
+    """Check the versions of an interpreter and its torch. Returns torch's file; None if torch may need --setup.
+
+    `advice` says how to name another interpreter.
+    """
     answers, problem = _ask(program, seconds)
     if not answers:
         raise UserError(f"{flag}, which does not run as a Python interpreter here ({problem})")
@@ -179,9 +185,7 @@ def _check_answers(flag: str, program: Sequence[str], setup: Sequence[str], seco
         raise UserError(f"{flag}, which is Python {_dotted(answers[0])}: use {_dotted(OLDEST_PYTHON)} or newer")
     if len(answers) == 1:
         if not setup:
-            raise UserError(
-                f"{flag}, which does not import torch ({problem}): install torch there, or use --python ENV/bin/python"
-            )
+            raise UserError(f"{flag}, which does not import torch ({problem}): install torch there, or {advice}")
         print(
             f"hpc submit: warning: {flag}, which imports torch only with --setup, if at all ({problem})",
             file=sys.stderr,
@@ -193,7 +197,7 @@ def _check_answers(flag: str, program: Sequence[str], setup: Sequence[str], seco
     return Path(torch_file)
 
 
-def _executable(given: Path, flag: str) -> Path:
+def _executable(given: Path, flag: str, advice: str) -> Path:
     # A venv's interpreter is a link. It is not resolved, because the interpreter finds the venv relative to the link.
     # Links to the interpreter's directory are resolved, because they may be missing on other nodes.
     path = given.expanduser().absolute()
@@ -202,9 +206,7 @@ def _executable(given: Path, flag: str) -> Path:
         raise UserError(f"{flag} is {given}, which is a directory: use its interpreter, such as {given}/bin/python")
     if not os.access(path, os.X_OK):
         problem = "is not executable" if path.exists() else "does not exist"
-        raise UserError(
-            f"{flag} is {given}, which {problem}: use the interpreter of your environment, such as ENV/bin/python"
-        )
+        raise UserError(f"{flag} is {given}, which {problem}: {advice}")
     return path
 
 

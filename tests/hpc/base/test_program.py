@@ -58,6 +58,7 @@ def test_words_are_read(options: type[Any], words: tuple[str, ...], values: dict
         (("--wait", "a.py", "--lr"), "put -- before a.py: --wait -- a.py --lr"),
         (("a",), "unexpected argument: a"),
         (("--",), "nothing follows --"),
+        (("--wait", "--", "a.py"), "only hpc submit, hpc sweep and hpc scaling take a script: leave out -- and"),
     ],
 )
 def test_words_that_are_not_understood_are_refused(words: tuple[str, ...], message: str) -> None:

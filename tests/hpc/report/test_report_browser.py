@@ -230,7 +230,7 @@ def test_page_of_a_scaling_study(window: Page, tmp_path: Path) -> None:
     write_page(study, spec, [
         Measures(size=size, run=size.name, state="completed" if size.ranks == 1 else "failed",
                  cause=HOSTILE if speed is None else None,
-                 images_per_second=speed, **(known if speed else {}))  # type: ignore[arg-type]
+                 images_per_second=speed, speed=speed, **(known if speed else {}))  # type: ignore[arg-type]
         for size, speed in speeds.items()
     ])  # fmt: skip
     assert look(window, study.page) == 2

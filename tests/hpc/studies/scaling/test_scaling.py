@@ -29,11 +29,22 @@ for step in range(10_000):
             print(json.dumps({"step": step, "images_per_second": speed, "attempt": 1, "time": time.time()}), file=file)
     time.sleep(0.2)
 """
+# An unmodified script, which does not end by itself either.
+STEPS = """
+import time, torch
+weight = torch.nn.Parameter(torch.ones(()))
+optimizer = torch.optim.SGD([weight])
+while True:
+    weight.grad = torch.ones(())
+    optimizer.step()
+    time.sleep(0.2)
+"""
 
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
     with site_without_slurm() as site:
+        add_script(site, "steps.py", STEPS)
         add_script(site, "inner/speed.py", SPEED)
         yield site
 
@@ -86,6 +97,19 @@ def test_script_is_ended_after_its_time(site: Site) -> None:
     found = scaling(replace(site, path=site.path / "inner"), "--name=own", "--runs-dir=../runs", *flags, *script)
     assert [(each["images_per_second"], each["efficiency"]) for each in found["sizes"]] == [(100, 1.0), (200, 1.0)]
     assert {each["state"] for each in found["sizes"]} == {"cancelled"}
+
+
+@pytest.mark.slow
+def test_unmodified_script_is_measured_by_its_steps(site: Site) -> None:
+    found = scaling(site, "--name=steps", "--nodes=1,2", "--minutes=0.1", *LOCAL, "--", "steps.py")
+    one, two = found["sizes"]
+    assert {each["state"] for each in (one, two)} == {"cancelled"}
+    assert 0 < two["steps_per_second"] <= 5
+    assert (one["speed"], two["speed"]) == (one["steps_per_second"], 2 * two["steps_per_second"])
+    assert two["efficiency"] == two["steps_per_second"] / one["steps_per_second"]
+    shown = site.hpc("scaling", "--name=steps")
+    assert "steps per second" in shown.stdout
+    assert "images per second" not in shown.stdout + (site.path / "runs/steps/report/scaling.html").read_text()
 
 
 def test_wrong_command_lines_leave_nothing(site: Site) -> None:

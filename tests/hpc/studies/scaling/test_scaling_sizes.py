@@ -1,10 +1,13 @@
 """The sizes of a scaling study, and what follows from its measurements."""
 
+from pathlib import Path
+
 import pytest
 
 from hpc.base.errors import UserError
 from hpc.studies.scaling.measures import Measures, conclusions, efficiency
-from hpc.studies.scaling.scaling_dir import ScalingSpec, Size, read_gpus, read_nodes, split_sizes
+from hpc.studies.scaling.scaling_dir import ScalingDir, ScalingSpec, Size, read_gpus, read_nodes, split_sizes
+from hpc.studies.scaling.scaling_result import show
 
 
 @pytest.mark.parametrize(
@@ -41,7 +44,7 @@ def test_batch_grows_with_the_ranks_or_stays() -> None:
 
 
 def measured(nodes: int, gpus: int, speed: float | None, **more: float) -> Measures:
-    return Measures(size=Size(nodes=nodes, gpus=gpus), run="x", state="completed", images_per_second=speed, **more)  # type: ignore[arg-type]
+    return Measures(size=Size(nodes=nodes, gpus=gpus), run="x", state="completed", speed=speed, **more)  # type: ignore[arg-type]
 
 
 def test_conclusions_name_the_limit_and_its_reason() -> None:
@@ -71,3 +74,17 @@ def test_conclusions_call_slower_what_is_slower_and_say_up_or_out() -> None:
 def test_waiting_for_data_is_a_reason() -> None:
     sizes = [measured(1, 1, 100), measured(2, 1, 110, data_wait_share=0.4)]
     assert conclusions(sizes)[1].startswith("They wait 40% of the time for data")
+    sizes[1] = measured(2, 1, 110, data_wait_share=0.01)
+    assert conclusions(sizes)[1] == "They wait neither for data nor for each other: type hpc doctor."
+    assert len(conclusions([measured(1, 1, 100), measured(2, 1, 110)])) == 1, "a script does not report its waits"
+
+
+@pytest.mark.parametrize(("state", "code"), [("failed", 1), ("running", 0)])
+def test_without_a_measured_speed_an_ended_study_has_failed(
+    state: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = [Measures(size=Size(nodes=nodes, gpus=1), run="x", state=state, cause="exit code 3") for nodes in (1, 2)]
+    assert show(ScalingDir(tmp_path / "own"), study(), sizes, as_json=False) == code
+    printed = capsys.readouterr()
+    assert f"2x1 is {state}: exit code 3" in printed.out
+    assert ("no run has a measured speed: each must train" in printed.err) == bool(code)

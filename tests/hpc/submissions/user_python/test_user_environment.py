@@ -93,7 +93,7 @@ def test_machine_without_apptainer_refuses_an_image_unless_setup_may_bring_it(
 
 def test_wrong_paths_are_refused(venv: Path) -> None:
     assert f"is a directory: use its interpreter, such as {venv}/bin/python" in refused(venv)
-    assert "does not exist: use the interpreter of your environment" in refused(venv / "bin" / "pyhton")
+    assert "does not exist: use --python ENV/bin/python" in refused(venv / "bin" / "pyhton")
     assert "is not executable" in refused(venv / "pyvenv.cfg")
 
 
@@ -162,7 +162,7 @@ def test_active_environment_is_the_default(venv: Path, variable: str) -> None:
     refusal = site.hpc(*words, "--", "my.py", **{variable: str(venv)})
     assert refusal.returncode == 2
     assert f"the active environment's Python is {venv}/bin/python, which does not import torch" in refusal.stderr
-    assert "use --python ENV/bin/python" in refusal.stderr
+    assert "install torch there, or activate the environment of your script\n" in refusal.stderr
     install_torch(venv, "2.12.0")
     shown = site.hpc(*words, "--", "my.py", **{variable: str(venv)})
     assert shown.stderr.splitlines()[0].endswith(f", with {venv}/bin/python")
