@@ -244,7 +244,7 @@ def test_flags_that_may_change_take_effect_from_the_checkpoint_on(start: Starter
     start.copy(unfinished)
     run = start.complete(*SHORT, "--image-size=24", "--weight-decay=0.125", "--momentum=0.5").run_dir
     newest = list_checkpoints(run / "checkpoints")[0]
-    [weights, others] = json.loads((newest / "state.json").read_text())["optimizer"]["param_groups"]
+    [weights, others] = json.loads((newest / "state.json").read_text())["objects"]["optimizer"]["param_groups"]
     assert (weights["weight_decay"], others["weight_decay"]) == (0.125, 0)
     assert weights["momentum"] == others["momentum"] == 0.5
 
