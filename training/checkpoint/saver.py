@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torchrelay.progress_files import progress_files
 from torchrelay.saving.interval import Interval, SaveTimes
 from torchrelay.saving.objects import capture
 from torchrelay.saving.restoring import Candidate, OtherFormatError, Restorer, remove_newer
@@ -136,6 +137,10 @@ class Saver:
             f"{self._context.run_dir.checkpoints}"
         )
         self._logger.event(CheckpointFailed(step=step, reason=reason))
+
+    def snapshot_saved(self, step: int, node_bytes: int) -> None:
+        """Record it for `hpc status`."""
+        progress_files.snapshot(step, node_bytes)
 
     def snapshots_off(self, reason: str) -> None:
         """Warn, only once. Each later save still tries to write a snapshot."""

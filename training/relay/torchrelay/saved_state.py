@@ -14,7 +14,7 @@ from .saving.restoring import Restorer
 from .saving.state_writer import StateWriter
 from .stop_consensus import StepFlags, StopRequested
 from .stop_signals import signals
-from .this_rank import THIS_RANK, check_no_later_attempt, warn
+from .this_rank import THIS_RANK, check_no_later_attempt, say, warn
 
 # Largest share of the time for snapshots.
 _MAX_OVERHEAD = 0.01
@@ -24,7 +24,7 @@ class _Script:
     """The script as the owner of its states."""
 
     def __init__(self) -> None:
-        self._warned = set[str]()
+        self._warned, self._has_said_size = set[str](), False
 
     def check(self) -> None:
         check_no_later_attempt()
@@ -43,6 +43,12 @@ class _Script:
     def checkpoint_failed(self, step: int, reason: str) -> None:
         progress_files.event("checkpoint_failed", step=step, reason=reason)
         warn(f"the checkpoint of step {step} could not be written, and is tried again later: {reason}")
+
+    def snapshot_saved(self, step: int, node_bytes: int) -> None:
+        progress_files.snapshot(step, node_bytes)
+        if not self._has_said_size:
+            self._has_said_size = True
+            say(f"snapshots take {node_bytes / 1e6:,.1f} MB of each node's memory, and at most 1 % of the time")
 
     def snapshots_off(self, reason: str) -> None:
         self._warn_once(f"no snapshots: {reason}; an interruption now costs the steps since the last checkpoint")

@@ -64,6 +64,11 @@ class ThisRank:
 THIS_RANK = ThisRank.find(os.environ)
 
 
+def say(text: str) -> None:
+    """Print a line to this rank's stdout."""
+    print(f"torchrelay: {text}", flush=True)
+
+
 def warn(text: str) -> None:
     """Print a warning to this rank's stderr."""
     print(f"torchrelay: rank {THIS_RANK.rank}: {text}", file=sys.stderr, flush=True)

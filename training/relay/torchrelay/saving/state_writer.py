@@ -31,7 +31,7 @@ from .holders import Holders
 from .neighbour_copies import NeighbourCopies, write_all
 from .objects import Captured
 from .restoring import FORMAT, shard_directory
-from .snapshot_files import SnapshotFiles
+from .snapshot_files import KEPT, SnapshotFiles
 from .tensor_files import Image
 from .values import serialized, uses_gpu
 
@@ -56,6 +56,9 @@ class Owner(Protocol):
 
     def checkpoint_failed(self, step: int, reason: str) -> None:
         """Called if this rank could not write its part of a checkpoint. The training continues."""
+
+    def snapshot_saved(self, step: int, node_bytes: int) -> None:
+        """Called on rank 0 when its node has a snapshot. All snapshots take `node_bytes` of its node's memory."""
 
     def snapshots_off(self, reason: str) -> None:
         """Called if this rank could not write a snapshot. Each later save tries again."""
@@ -106,8 +109,8 @@ class StateWriter:
     attempt: int
     prepare_thread: Callable[[], None] | None = None
     """Called in the background thread when it starts."""
-    size_bytes: int = field(default=0, init=False)
-    """The bytes of the last state that this rank wrote."""
+    node_bytes: int = field(default=0, init=False)
+    """The bytes of this node's memory for snapshots, copies of other nodes' shards included."""
     unwritten: str = field(default="", init=False)
     """Why this rank could not write its part of the last checkpoint, or an empty text."""
     sending_seconds: float = field(default=0.0, init=False)
@@ -166,7 +169,6 @@ class StateWriter:
             image = Image(layout.size_bytes)
         is_new = image is not None and image.is_new
         if image:
-            self.size_bytes = layout.size_bytes
             self._fill(image, captured)
         self._device_copy = DeviceCopy(self._stream) if image and self._stream else None
         values = {"format": FORMAT, "attempt": self.attempt, "world_size": self.peers.world_size, **extra}
@@ -225,12 +227,17 @@ class StateWriter:
         """
         files, problem, has_copies = self._files, "", bool(holders.keepers)
         new = files.missing_bytes(size_bytes) if files else 0
+        self.node_bytes = KEPT * size_bytes
         reasons = _lacking(self.snapshots, new), ""
         if holders.count > 1:
             sizes = self.peers.all_gather_json(size_bytes)
             copied = self._copies.missing_bytes(holders, sizes) if self._copies else 0
             every = self.peers.all_gather_json([new, copied])
-            of_node = [every[rank] for rank in holders.ranks_of(holders.node_of(self.peers.rank))]
+            node = holders.ranks_of(holders.node_of(self.peers.rank))
+            of_node = [every[rank] for rank in node]
+            written = [rank for rank in node if rank in holders.snapshot_writers]
+            kept = [other for rank in node for other in holders.kept_by(rank)]
+            self.node_bytes = KEPT * sum(sizes[rank] for rank in written + kept)
             without, with_copies = sum(own for own, _ in of_node), sum(map(sum, of_node))
             mine = _lacking(self.snapshots, without), _lacking(self.snapshots, with_copies)
             # The first rank of a node decides for it: while others look, ranks of the node already take the memory.
@@ -274,6 +281,8 @@ class StateWriter:
             problem = self._send(self._copies, state, problem)
         if not problem and self.snapshots and not self._has_removed_others:
             self._remove_others(self.snapshots, state.holders)
+        if not problem and state.is_snapshot and self.peers.is_rank_zero:
+            self.owner.snapshot_saved(state.step, self.node_bytes)
         # Ranks that compute on CPUs share them with this thread.
         self._cost_seconds = state.stall_seconds + (0.0 if on_gpu else time.thread_time() - cpu_began)
         if state.durable and self.checkpoints:
