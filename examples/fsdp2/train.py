@@ -3,8 +3,8 @@
 mkdir text && cat *.md > text/train.txt
 hpc submit --nodes 2 --gpus-per-node 4 --data text -- examples/fsdp2/train.py --data {data}
 
-A preemption or the time limit costs no step; a crash or a lost node costs the steps since the last snapshot. The run may
-continue with another number of GPUs. `--width 768 --layers 14` makes a model of 100 million parameters.
+A preemption or the time limit costs no step; a crash or a lost node costs the steps since the last snapshot. The run
+may continue with another number of GPUs. `--width 768 --layers 14` makes a model of 100 million parameters.
 """
 
 import argparse
@@ -27,8 +27,8 @@ class Transformer(nn.Module):
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(256, width)
-        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, layers).layers
+        blocks = [nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True) for _ in range(layers)]
+        self.layers = nn.ModuleList(blocks)
         self.head = nn.Linear(width, 256)
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(LENGTH), persistent=False)
 

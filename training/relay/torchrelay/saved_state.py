@@ -144,6 +144,8 @@ class SavedState:
                 name, requested_at = ranks.stopping
                 seconds = round(time.monotonic() - requested_at, 3)
                 progress_files.event("train_stopped", step=self.step, signal=name, seconds=seconds)
+        # Release the process groups before Python shuts down: their threads would abort the process then.
+        self._writer = None
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the epochs from the saved one (at first 0) to `count` - 1. Calls sys.exit(0) if the script has to stop.

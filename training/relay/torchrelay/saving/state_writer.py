@@ -121,6 +121,7 @@ class StateWriter:
     _copies: NeighbourCopies | None = field(default=None, init=False)
     _holders: Holders | None = field(default=None, init=False)
     _stream: Any = field(default=None, init=False)
+    _has_snapshots: bool = field(default=False, init=False)
     _has_removed_others: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -162,7 +163,7 @@ class StateWriter:
             return None  # a whole state is of use without those of other nodes
         self.wait()  # until the last copy is written, its memory must not change
         layout, image, problem, has_copies = captured.layout, None, "", False
-        if self.snapshots:
+        if self._has_snapshots:
             image, problem, has_copies = self._prepare_snapshot(holders, layout.size_bytes)
         is_snapshot = image is not None
         if durable and not image and holders.writes_checkpoint(self.peers.rank):
@@ -202,13 +203,15 @@ class StateWriter:
     def _find_holders(self, captured: Captured) -> Holders:
         """Return which rank holds what, and find out again where this rank writes if that has changed."""
         if self._holders is None or self._holders.shards != tuple(captured.shards):
-            first_ranks = self.peers.all_gather_json(self.peers.rank - self.peers.local_rank)
-            self._holders = Holders(tuple(captured.shards), tuple(sorted(set(first_ranks))))
+            every = self.peers.all_gather_json([self.peers.rank - self.peers.local_rank, bool(self.snapshots)])
+            self._holders = Holders(tuple(captured.shards), tuple(sorted({first for first, _ in every})))
             self._files, self._copies = None, None
-            if self.snapshots and self.peers.rank in self._holders.snapshot_writers:
+            # Shards are of use only with those of all other nodes.
+            self._has_snapshots = bool(self.snapshots) and (self._holders.count == 1 or all(has for _, has in every))
+            if self.snapshots and self._has_snapshots and self.peers.rank in self._holders.snapshot_writers:
                 shard = captured.shards[self.peers.rank]
                 self._files = SnapshotFiles(shard_directory(self.snapshots, shard, self._holders.count))
-            if self.snapshots and self._holders.count > 1:
+            if self.snapshots and self._has_snapshots and self._holders.count > 1:
                 self._copies = NeighbourCopies(self.snapshots, self._background_peers)
         return self._holders
 
