@@ -282,7 +282,7 @@ class StateWriter:
                 self.owner.snapshots_off(problem)
         if self._copies:
             problem = self._send(self._copies, state, problem)
-        if not problem and self.snapshots and not self._has_removed_others:
+        if not problem and self.snapshots:
             self._remove_others(self.snapshots, state.holders)
         if not problem and state.is_snapshot and self.peers.is_rank_zero:
             self.owner.snapshot_saved(state.step, self.node_bytes)
@@ -308,14 +308,14 @@ class StateWriter:
 
     def _remove_others(self, snapshots: Path, holders: Holders) -> None:
         """Remove this node's snapshots of other shards: ranks of another number, or another strategy, wrote them."""
-        self._has_removed_others = True
-        if self.peers.local_rank != 0:
+        if self._has_removed_others or self.peers.local_rank != 0:
             return
+        self._has_removed_others = True
         node = holders.node_of(self.peers.rank)
         shards = {holders.shards[rank] for rank in holders.ranks_of(node)}
         shards |= {holders.shards[other] for rank in holders.ranks_of(node) for other in holders.kept_by(rank)}
         names = {shard_directory(snapshots, shard, holders.count) for shard in shards}
-        for path in snapshots.iterdir():
+        for path in snapshots.iterdir() if snapshots.is_dir() else ():
             if path not in names and (holders.count > 1 or path.name.startswith("shard-")):
                 remove_published(path)
 
@@ -332,6 +332,8 @@ class StateWriter:
             self.owner.checkpoint_failed(state.step, self.unwritten)
             return
         self.unwritten = ""
+        if self.snapshots:
+            self._remove_others(self.snapshots, state.holders)
         if self.peers.is_rank_zero:
             self.owner.checkpoint_saved(state.step, time.monotonic() - began, state.copy_seconds)
 
