@@ -2,9 +2,9 @@
 
     tests/own-machine -m benchmarks.sharded_run
 
-Runs examples/fsdp2/train.py on the testbed's real Slurm: undisturbed; with a killed rank; with a lost node; and without
-`state()` in plain torchrun, for its memory. Prints from which step the run went on, whether the losses are equal, and the
-memory of a node: the proportional set size (PSS) of its ranks, and its /dev/shm.
+Runs examples/fsdp2/train.py on the testbed's real Slurm: undisturbed, with a killed rank, and with a lost node. Prints
+how many steps were lost, whether the losses are equal, and the memory of a node: the proportional set size (PSS) of its
+ranks, and its /dev/shm.
 """
 
 import json
@@ -53,22 +53,22 @@ def losses(run: Path) -> dict[int, float]:
 
 def memory(run: Path) -> dict[str, float]:
     """Return the PSS of the ranks and the bytes in /dev/shm of the node of the first rank, in MB."""
-    for pid in filter(str.isdecimal, os.listdir("/proc")):
+    for process in Path("/proc").glob("[0-9]*"):
         try:
-            words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            words = (process / "environ").read_bytes().split(b"\0")
             names = dict(word.split(b"=", 1) for word in words if b"=" in word)
             if names.get(b"RANK") != b"0" or names.get(b"TORCHRELAY_RUN_DIR") != os.fsencode(run):
                 continue
-            rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+            rollup = (process / "smaps_rollup").read_text()
             numbers = {line.split()[0]: int(line.split()[1]) for line in rollup.splitlines()[1:]}
             if numbers["Pss:"] < 200_000:  # a wrapper of the rank
                 continue
-            disk = os.statvfs(f"/proc/{pid}/root/dev/shm")
+            disk = os.statvfs(process / "root/dev/shm")
         except (OSError, ValueError):
             continue
         shm = (disk.f_blocks - disk.f_bfree) * disk.f_frsize / 1e6
         own = (numbers["Pss:"] - numbers.get("Pss_Shmem:", 0)) / 1e3
-        return {"PSS without shared memory": round(own), "/dev/shm": round(shm)}
+        return {"PSS without shared memory": round(own), "shared memory": round(shm)}
     return {}
 
 
