@@ -1,4 +1,4 @@
-"""The helper's loops with loaders and optimizers that have a state of their own: exact after an interruption, or refused."""
+"""The helper's loops with loaders and gradients that have a state of their own: exact after a stop, or refused."""
 
 import json
 import os

@@ -156,7 +156,7 @@ class SavedState:
 
     def due(self) -> tuple[int, int]:
         """Return two numbers, for a checkpoint and a snapshot: 1 if it is due, else 0. Only rank 0 returns ones."""
-        if THIS_RANK.rank != 0 or self._background.busy:
+        if THIS_RANK.rank != 0 or self._background.busy or any(self._asked):
             return 0, 0
         checkpoint_seconds, snapshot_seconds = self._intervals
         waits = checkpoint_seconds, max(snapshot_seconds, _SECONDS_PER_COST * self._cost_seconds)
