@@ -104,14 +104,14 @@ def test_half_of_an_epoch_is_half_of_it_for_twice_the_ranks(tmp_path: Path) -> N
 
 
 def rest(position: LoopPosition, *batches: Any) -> list[Any]:
-    return [*position.batches(batches, skips=True, skipped=lambda: None)]
+    return [*position.batches(batches, skipped=lambda: None)]
 
 
 def test_epoch_may_have_several_loaders() -> None:
-    first = LoopPosition()
-    second = first.batches(["c", "d", "e"], skips=True, skipped=lambda: None)
+    first = LoopPosition({})
+    second = first.batches(["c", "d", "e"], skipped=lambda: None)
     assert [*rest(first, "a", "b"), next(second)] == ["a", "b", "c"]
-    later = LoopPosition()
+    later = LoopPosition({})
     later.load_state_dict(first.state_dict())
     assert [rest(later, "a", "b"), rest(later, "c", "d", "e"), rest(later, "f")] == [[], ["d", "e"], ["f"]]
 
@@ -121,12 +121,12 @@ def test_what_an_epoch_draws_before_its_batches_is_the_same() -> None:
         position.begin_epoch()
         return torch.randperm(8).tolist()
 
-    first = LoopPosition()
+    first = LoopPosition({})
     order = drawn(first)
-    batches = first.batches(order, skips=True, skipped=lambda: None)
+    batches = first.batches(order, skipped=lambda: None)
     used = [next(batches) for _ in range(3)]
     torch.rand(1)  # of the training
-    later = LoopPosition()
+    later = LoopPosition({})
     later.load_state_dict(first.state_dict())
     now = torch.get_rng_state()
     assert [*used, *rest(later, *drawn(later))] == order

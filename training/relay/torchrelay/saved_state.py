@@ -78,8 +78,10 @@ class SavedState:
         self, objects: dict[str, Saveable], checkpoint_seconds: float, snapshot_seconds: float, keep: int
     ) -> None:
         self.step = 0
-        self._position = LoopPosition()
-        self._ids = {id(each) for each in objects.values()}
+        self._position = LoopPosition(objects)
+        self._asked = 0, 0
+        """What the ranks have agreed to save as soon as they can: for a checkpoint and a snapshot, 1 or 0."""
+        self._stops = False
         self._named = {**objects, "epochs and batches": self._position}
         self._objects = Objects(shared={})
         self._checkpoints = SaveTimes(interval=Interval(seconds=checkpoint_seconds))
@@ -160,19 +162,24 @@ class SavedState:
                 yield self._position.epoch
             except GeneratorExit:
                 # The script left the loop by `break`, so the next attempt must not continue it.
-                if not ranks.stopping:
+                if not self._stops:
                     self._position.epoch = count
+                self._position.end_epochs()
                 raise
             self._position.end_epoch()
+        self._position.end_epochs()
         _exit_if_asked()
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Yield an epoch's remaining batches, and count them in `step`. Calls sys.exit(0) if the script has to stop.
 
-        The batches that were used before the save are loaded and skipped, unless the loader is a saved object.
+        The batches that were used before the save are loaded and skipped, unless the loader is a saved object. While
+        gradients are accumulated, nothing is saved, and the script does not stop before the optimizer has stepped.
+
+        Raises:
+            ValueError: a saved object, such as a sampler, is a part of the loader.
         """
-        skips = id(loader) not in self._ids
-        for batch in self._position.batches(loader, skips=skips, skipped=lambda: progress_files.beat(self.step)):
+        for batch in self._position.batches(loader, skipped=lambda: progress_files.beat(self.step)):
             self.step += 1
             yield batch
             _exit_if_asked()
@@ -180,7 +187,7 @@ class SavedState:
     def due(self) -> tuple[int, int]:
         """Return two numbers, for a checkpoint and a snapshot: 1 if it is due, else 0. Only rank 0 returns ones."""
         writer = self._writer
-        if THIS_RANK.rank != 0 or writer is None or writer.busy:
+        if THIS_RANK.rank != 0 or writer is None or writer.busy or any(self._asked):
             return 0, 0
         snapshot = writer.snapshots and self._snapshots.due_by_time(writer.cost_seconds, writer.sending_seconds)
         return int(self._checkpoints.due_by_time(writer.cost_seconds)), int(bool(snapshot))
@@ -189,6 +196,22 @@ class SavedState:
     def _done(self) -> tuple[int, int]:
         """The steps done, and the epochs done. An epoch is done when the script's loop asks for the next one."""
         return self.step, self._position.epoch
+
+    def stops(self) -> bool:
+        """Return whether the script may stop now. After a rank got a signal, all ranks call this, until it is True."""
+        self._stops = self._stops or self._is_complete()
+        return self._stops
+
+    def save_agreed(self, checkpoint: int, snapshot: int) -> None:
+        """Save what the ranks have agreed on, now or at a later call. All ranks call this with the same numbers."""
+        self._asked = max(self._asked[0], checkpoint), max(self._asked[1], snapshot)
+        if any(self._asked) and self._is_complete():
+            durable, self._asked = bool(self._asked[0]), (0, 0)
+            self.save(durable=durable)
+
+    def _is_complete(self) -> bool:
+        """Return whether a state saved now is complete on every rank. All ranks must call this."""
+        return not any(ranks.peers.all_gather_json(self._position.is_open))
 
     def save(self, *, durable: bool) -> None:
         """Save a checkpoint (`durable`) or snapshot, unless the last one has this step and epoch. All ranks call this.
@@ -215,19 +238,22 @@ def should_stop() -> bool:
     Raises:
         RuntimeError: torch.distributed is not initialized but the run has several ranks.
     """
-    if THIS_RANK.run_dir is None or ranks.stopping:
-        return ranks.stopping is not None
-    consensus, saved = ranks.connect("should_stop()"), SavedState.active
-    progress_files.beat(saved.step if saved else None)
-    checkpoint, snapshot = saved.due() if saved else (0, 0)
-    try:
-        agreed = consensus.exchange(StepFlags(signal=signals.received(), save=checkpoint, snapshot=snapshot))
-    except StopRequested as request:
-        ranks.stopping = request.name, signals.received_at() or time.monotonic()
-        return True
-    if saved and (agreed.save or agreed.snapshot):
-        saved.save(durable=bool(agreed.save))
-    return False
+    if THIS_RANK.run_dir is None:
+        return False
+    saved = SavedState.active
+    if ranks.stopping is None:
+        consensus = ranks.connect("should_stop()")
+        progress_files.beat(saved.step if saved else None)
+        checkpoint, snapshot = saved.due() if saved else (0, 0)
+        try:
+            agreed = consensus.exchange(StepFlags(signal=signals.received(), save=checkpoint, snapshot=snapshot))
+        except StopRequested as request:
+            ranks.stopping = request.name, signals.received_at() or time.monotonic()
+        else:
+            if saved:
+                saved.save_agreed(agreed.save, agreed.snapshot)
+            return False
+    return saved is None or saved.stops()
 
 
 def _exit_if_asked() -> None:
