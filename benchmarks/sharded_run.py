@@ -3,12 +3,11 @@
     tests/own-machine -m benchmarks.sharded_run
 
 Runs examples/fsdp2/train.py on the testbed's real Slurm: undisturbed, with a killed rank, and with a lost node. Prints
-how many steps were lost, whether the losses are equal, and the memory of a node: the proportional set size (PSS) of its
-ranks, and its /dev/shm.
+how many steps were lost, whether the losses are equal, and the memory of a rank: its proportional set size (PSS) of its
+own memory and of shared memory, which has the snapshots.
 """
 
 import json
-import os
 import tempfile
 import time
 from pathlib import Path
@@ -51,24 +50,21 @@ def losses(run: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines}
 
 
-def memory(run: Path) -> dict[str, float]:
-    """Return the PSS of the ranks and the bytes in /dev/shm of the node of the first rank, in MB."""
+def memory(title: str) -> dict[str, int]:
+    """Return the proportional set size of a rank's process in MB, of its own memory and of shared memory.
+
+    `title` is a part of the process's title.
+    """
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            words = (process / "environ").read_bytes().split(b"\0")
-            names = dict(word.split(b"=", 1) for word in words if b"=" in word)
-            if names.get(b"RANK") != b"0" or names.get(b"TORCHRELAY_RUN_DIR") != os.fsencode(run):
+            if title.encode() not in (process / "cmdline").read_bytes():
                 continue
-            rollup = (process / "smaps_rollup").read_text()
-            numbers = {line.split()[0]: int(line.split()[1]) for line in rollup.splitlines()[1:]}
-            if numbers["Pss:"] < 200_000:  # a wrapper of the rank
-                continue
-            disk = os.statvfs(process / "root/dev/shm")
-        except (OSError, ValueError):
+            lines = (line.split() for line in (process / "smaps_rollup").read_text().splitlines()[1:])
+            numbers = {name: int(number) for name, number, *_ in lines}
+        except OSError:
             continue
-        shm = (disk.f_blocks - disk.f_bfree) * disk.f_frsize / 1e6
-        own = (numbers["Pss:"] - numbers.get("Pss_Shmem:", 0)) / 1e3
-        return {"PSS without shared memory": round(own), "shared memory": round(shm)}
+        if numbers["Pss_Anon:"] > 500_000:  # not a process that waits for the rank
+            return {name: numbers[f"Pss_{name}:"] // 1000 for name in ("Anon", "Shmem")}
     return {}
 
 
@@ -85,9 +81,9 @@ def main() -> None:
         (base / "text/train.txt").write_text("".join(page.read_text() for page in pages))
         whole = submit(base / "runs", base / "text", "whole", "3")
         wait(whole, 6)
-        used = memory(whole)
+        used = memory("[rank 0/3 of whole]")
         wait(whole, "completed")
-        print(f"undisturbed: {json.dumps(used)} MB on the node of rank 0", flush=True)
+        print(f"undisturbed: {json.dumps(used)} MB of PSS in rank 0", flush=True)
         killed = submit(base / "runs", base / "text", "killed", "3")
         wait(killed, 6)
         cost = hpc("drill", str(killed), "worker-kill", "--yes")["interruptions"]
