@@ -1,4 +1,4 @@
-"""A script's snapshots are written over outdated ones, from memory that is used again."""
+"""A script's snapshots are copied into the memory of outdated ones; what is kept does not change."""
 
 import errno
 import resource
@@ -12,47 +12,131 @@ import torch
 from support.relay_script import agent_variables
 from support.trainings import run_forked
 from torch import nn
-from torchrelay.checkpoint_files import list_checkpoints, read_checkpoint, step_of
-from torchrelay.object_states import STATE_FILE, CopyMemory, capture_states
-from torchrelay.saved_state import Snapshots
+from torchrelay.checkpoint_files import STATE_TENSORS, STATE_VALUES, find_damage, list_checkpoints, step_of
+from torchrelay.rank_exchange import RankGroup
+from torchrelay.saving.interval import Interval, SaveTimes
+from torchrelay.saving.neighbour_copies import write_all
+from torchrelay.saving.objects import Captured, Objects, capture
+from torchrelay.saving.restoring import Restorer, read_state
+from torchrelay.saving.snapshot_files import SnapshotFiles
+
+ALONE = RankGroup(rank=0, local_rank=0, world_size=1, control=None)
+CAPTURE_SECONDS = 0.2
 
 
-def content(step: int, size: int = 1000) -> dict[str, Any]:
-    return {"step": step, "shared": {"values": torch.full((size,), float(step))}, "own": []}
+class Weights(nn.Module):
+    """A module with any tensors."""
+
+    def __init__(self, **tensors: torch.Tensor) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
 
 
-def read(path: Path) -> dict[str, Any]:
-    assert not isinstance(read_checkpoint(path), str)
-    saved: dict[str, Any] = torch.load(path / STATE_FILE, weights_only=True)
-    return saved
+def content(step: int, size: int = 1000) -> Weights:
+    return Weights(values=torch.full((size,), float(step)), count=torch.tensor(step))
 
 
-def test_three_files_are_written_in_turn_and_the_newest_two_stay(tmp_path: Path) -> None:
-    snapshots, inodes = Snapshots(tmp_path), list[int]()
-    for step, size in enumerate((1000, 2000, 3000, 50, 70_000, 1000, 3)):
-        snapshots.save(step, content(step, size), 100)
-        newest, *older = list_checkpoints(tmp_path)
-        inodes.append((newest / STATE_FILE).stat().st_ino)
-        assert torch.equal(read(newest)["shared"]["values"], content(step, size)["shared"]["values"])
-        assert [step_of(path) for path in older] == [step - 1][:step]
-        assert [read(path)["step"] for path in older] == [step - 1][:step]
-    assert len(set(inodes)) == 3
-    assert inodes[3:] == inodes[:-3]
-    assert len(list(tmp_path.iterdir())) == 3
+def save(files: SnapshotFiles, model: nn.Module, step: int) -> Captured:
+    captured = capture(Objects.of_script({"model": model}), step, ALONE)
+    files.image(captured.layout.size_bytes).fill(captured.layout, captured.parts)
+    values = b'{"format": 1, "attempt": 1, "objects": %s}' % str(captured.values).replace("'", '"').encode()
+    files.publish(step, lambda directory: write_all(directory, {STATE_VALUES: values}))
+    return captured
 
 
-@pytest.mark.parametrize("pattern", ["*", ".step-*", "step-*", "**/state.pt"])
-def test_snapshots_go_on_after_somebody_has_removed_them(tmp_path: Path, pattern: str) -> None:
-    directory = tmp_path / "snapshots"
-    snapshots = Snapshots(directory)
+def read(path: Path) -> dict[str, torch.Tensor]:
+    assert find_damage(path) == ""
+    return read_state(path)[0]
+
+
+def assert_saved(directory: Path, steps: list[int]) -> None:
+    paths = list_checkpoints(directory)
+    assert [step_of(path) for path in paths] == steps
+    for path in paths:
+        tensors = read(path)
+        assert int(tensors["model/count"]) == step_of(path)
+        assert bool((tensors["model/values"] == step_of(path)).all())
+
+
+def test_two_files_are_written_in_turn(tmp_path: Path) -> None:
+    files, inodes = SnapshotFiles(tmp_path), list[int]()
+    for step in range(7):
+        save(files, content(step), step)
+        inodes.append((list_checkpoints(tmp_path)[0] / STATE_TENSORS).stat().st_ino)
+        assert_saved(tmp_path, [step, step - 1][: step + 1])
+    assert len(set(inodes)) == 2
+    assert inodes[2:] == inodes[:-2]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_newest_stays_while_the_next_is_written(tmp_path: Path) -> None:
+    files = SnapshotFiles(tmp_path)
     for step in range(4):
-        snapshots.save(step, content(step), 100)
+        save(files, content(step), step)
+    layout = capture(Objects.of_script({"model": content(4)}), 4, ALONE).layout
+    files.image(layout.size_bytes).data.fill_(0)
+    assert_saved(tmp_path, [3])
+
+
+def test_state_whose_size_changes_gets_other_files(tmp_path: Path) -> None:
+    files = SnapshotFiles(tmp_path)
+    for step, size in enumerate((1000, 2000, 3000, 50, 70_000, 1000, 1000, 3)):
+        save(files, content(step, size), step)
+        newest = list_checkpoints(tmp_path)[0]
+        assert read(newest)["model/values"].shape == (size,)
+        assert_saved(tmp_path, [step, step - 1][: step + 1])
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_snapshots_of_an_earlier_attempt_are_not_written_again(tmp_path: Path) -> None:
+    earlier = SnapshotFiles(tmp_path)
+    for step in (1, 2):
+        save(earlier, content(step), step)
+    mapped = [(path / STATE_TENSORS).open("rb") for path in list_checkpoints(tmp_path)]
+    before = [file.read() for file in mapped]
+    files = SnapshotFiles(tmp_path)
+    save(files, content(3), 3)
+    assert_saved(tmp_path, [3, 2])
+    save(files, content(4), 4)
+    assert_saved(tmp_path, [4, 3])
+    for file, bytes_before in zip(mapped, before, strict=True):
+        file.seek(0)
+        assert file.read() == bytes_before
+        file.close()
+
+
+@pytest.mark.parametrize("pattern", ["*", ".step-*", "step-*", f"**/{STATE_TENSORS}"])
+@pytest.mark.parametrize("is_being_written", [False, True])
+def test_snapshots_go_on_after_somebody_has_removed_them(
+    tmp_path: Path, pattern: str, *, is_being_written: bool
+) -> None:
+    directory = tmp_path / "snapshots"
+    files = SnapshotFiles(directory)
+    for step in range(4):
+        save(files, content(step), step)
+    if is_being_written:
+        files.image((list_checkpoints(directory)[0] / STATE_TENSORS).stat().st_size)
     for path in list(directory.glob(pattern)):
         path.rename(tmp_path / f"removed-{path.parent.name}-{path.name}")
     for step in range(4, 8):
-        snapshots.save(step, content(step), 100)
-    assert [read(path)["step"] for path in list_checkpoints(directory)] == [7, 6]
-    assert len(list(directory.iterdir())) == 3
+        save(files, content(step), step)
+    assert_saved(directory, [7, 6])
+    assert len(list(directory.iterdir())) == 2
+
+
+def test_snapshot_that_is_removed_while_it_is_written_is_an_error_of_the_system(tmp_path: Path) -> None:
+    files = SnapshotFiles(tmp_path)
+    save(files, content(1), 1)
+    captured = capture(Objects.of_script({"model": content(2)}), 2, ALONE)
+    files.image(captured.layout.size_bytes).fill(captured.layout, captured.parts)
+    [unpublished] = tmp_path.glob(".step-*")
+    (unpublished / STATE_TENSORS).unlink()
+    with pytest.raises(FileNotFoundError, match="was removed"):
+        files.publish(2, lambda directory: write_all(directory, {STATE_VALUES: b"{}"}))
+    assert_saved(tmp_path, [1])
+    save(files, content(3), 3)
+    assert_saved(tmp_path, [3, 1])
 
 
 @pytest.fixture
@@ -64,41 +148,28 @@ def file_limit() -> Iterator[int]:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_what_cannot_be_written_is_an_error_of_the_system_and_leaves_the_others(
-    tmp_path: Path, file_limit: int
-) -> None:
-    snapshots = Snapshots(tmp_path)
+def test_without_space_for_the_next_the_newest_stays(tmp_path: Path, file_limit: int) -> None:
+    files = SnapshotFiles(tmp_path)
     for step in range(4):
-        snapshots.save(step, content(step), 100)
+        save(files, content(step), step)
     with pytest.raises(OSError, match="File too large") as error:
-        snapshots.save(4, content(4, file_limit), 100)
+        save(files, content(4, file_limit), 4)
     assert error.value.errno == errno.EFBIG
-    assert [read(path)["step"] for path in list_checkpoints(tmp_path)] == [3, 2]
-    assert len(list(tmp_path.iterdir())) == 2, "half a snapshot is left"
+    assert_saved(tmp_path, [3])
+    assert len(list(tmp_path.iterdir())) == 1, "half a snapshot is left"
+    for step in (5, 6):
+        save(files, content(step), step)
+    assert_saved(tmp_path, [6, 5])
 
 
-def test_without_space_for_three_none_is_written(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match=r"has no space for 3 snapshots of 1,000,000,000,000\.0 MB"):
-        Snapshots(tmp_path).save(1, content(1), 10**18)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_copy_is_made_in_the_memory_of_the_one_before_unless_that_does_not_fit() -> None:
-    model, memory = nn.Linear(3, 2), CopyMemory()
-    first = capture_states({"model": model}, 1, memory)["shared"]["model"]
-    with torch.no_grad():
-        model.weight.fill_(7)
-    assert not bool((first["weight"] == 7).any()), "the copy changes with the model"
-    second = capture_states({"model": model}, 2, memory)["shared"]["model"]
-    assert second["weight"] is first["weight"]
-    assert torch.equal(second["weight"], model.weight)
-    model.weight = nn.Parameter(torch.rand(4, 3))
-    third = capture_states({"model": model}, 3, memory)["shared"]["model"]
-    assert torch.equal(third["weight"], model.weight)
-    assert memory.size_bytes == 4 * (4 * 3 + 2)
-    model.bias = None
-    capture_states({"model": model}, 4, memory)
-    assert memory.size_bytes == 4 * 4 * 3, "memory that is not needed is kept"
+def test_missing_memory_is_that_of_the_files_that_do_not_fit(tmp_path: Path) -> None:
+    files, missing = SnapshotFiles(tmp_path), list[int]()
+    size_bytes = capture(Objects.of_script({"model": content(0)}), 0, ALONE).layout.size_bytes
+    for step in range(3):
+        missing.append(files.missing_bytes(size_bytes))
+        save(files, content(step), step)
+    assert missing == [2 * size_bytes, size_bytes, 0]
+    assert files.missing_bytes(size_bytes + 64) == 2 * (size_bytes + 64)
 
 
 def with_a_sparse_tensor(model: nn.Module) -> None:
@@ -109,33 +180,67 @@ def with_a_quantized_tensor(model: nn.Module) -> None:
     model.register_buffer("other", torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8))
 
 
-def with_a_nested_tensor(model: nn.Module) -> None:
-    model.register_buffer("other", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
+def with_a_dtype_that_safetensors_lacks(model: nn.Module) -> None:
+    model.register_buffer("other", torch.tensor([1 + 2j, 3j], dtype=torch.complex128))
 
 
-@pytest.mark.parametrize("prepare", [with_a_sparse_tensor, with_a_quantized_tensor, with_a_nested_tensor])
+def with_a_conjugate(model: nn.Module) -> None:
+    model.register_buffer("other", torch.tensor([1 + 2j, 3j]).conj())
+
+
+def with_a_number_and_an_empty_tensor(model: nn.Module) -> None:
+    model.register_buffer("other", torch.tensor(3, dtype=torch.uint8))
+    model.register_buffer("empty", torch.zeros(0, 3))
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        with_a_sparse_tensor, with_a_quantized_tensor, with_a_dtype_that_safetensors_lacks, with_a_conjugate,
+        with_a_number_and_an_empty_tensor,
+    ],
+)  # fmt: skip
 @pytest.mark.filterwarnings("ignore")  # torch's, about such tensors
-def test_unusual_tensors_are_copied_as_they_are(prepare: Callable[[nn.Module], None]) -> None:
-    model, memory = nn.Linear(3, 2), CopyMemory()
+def test_unusual_tensors_are_restored_as_they_are(tmp_path: Path, prepare: Callable[[nn.Module], None]) -> None:
+    model = nn.Linear(3, 2)
     prepare(model)
+    expected = str(model.state_dict())
+    files = SnapshotFiles(tmp_path)
     for step in range(3):
-        copy = capture_states({"model": model}, step, memory)["shared"]["model"]["other"]
-        assert str(copy) == str(model.other)
-        assert copy is not model.other
+        save(files, model, step)
+    states = list[dict[str, Any]]()
+
+    class Taker(nn.Linear):
+        def load_state_dict(self, state: Any, *_: Any, **__: Any) -> Any:
+            states.append(dict(state))
+
+    objects = Objects.of_script({"model": Taker(3, 2)})
+    restorer = Restorer(
+        peers=ALONE, checkpoints=None, snapshots=tmp_path, objects=Objects(shared=objects.shared),
+        discarded=lambda _, reason: pytest.fail(reason),
+    )  # fmt: skip
+    assert restorer.restore()
+    assert str(type(model.state_dict())(states[0])) == expected
 
 
-def test_a_copy_in_inference_mode_does_not_hinder_the_next() -> None:
-    model, memory = nn.Linear(3, 2), CopyMemory()
-    with torch.inference_mode():
-        capture_states({"model": model}, 1, memory)
-    nn.init.constant_(model.weight, 7)
-    for mode in (False, True):
+@pytest.mark.filterwarnings("ignore")  # torch's, about such tensors
+def test_tensor_that_torch_reads_only_with_code_is_refused() -> None:
+    model = Weights(other=torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
+    with pytest.raises(TypeError, match=r"^state\(model=\.\.\.\): its state_dict\(\) holds more than tensors"):
+        capture(Objects.of_script({"model": model}), 1, ALONE)
+
+
+def test_copy_in_inference_mode_does_not_hinder_the_next(tmp_path: Path) -> None:
+    model, files = content(0), SnapshotFiles(tmp_path)
+    for step, mode in enumerate((True, True, False, True, False)):
         with torch.inference_mode(mode=mode):
-            copy = capture_states({"model": model}, 2, memory)["shared"]["model"]
-        assert torch.equal(copy["weight"], model.weight)
+            for tensor in model.state_dict().values():
+                tensor.fill_(step)
+            save(files, model, step)
+        assert_saved(tmp_path, [step, step - 1][: step + 1])
 
 
-def test_names_that_look_alike_are_different_places() -> None:
+def test_names_that_look_alike_are_different_tensors() -> None:
     class Odd(nn.Module):
         def state_dict(self, *_: Any, **__: Any) -> dict[Any, Any]:
             return {
@@ -145,68 +250,71 @@ def test_names_that_look_alike_are_different_places() -> None:
                 "0": torch.full((2,), 3.0),
             }
 
-    copy = capture_states({"model": Odd()}, 1, CopyMemory())["shared"]["model"]
-    assert [float(each[0]) for each in (copy["a/b"], copy["a"]["b"], copy[0], copy["0"])] == [0, 1, 2, 3]
+    captured = capture(Objects.of_script({"model": Odd()}), 1, ALONE)
+    assert sorted(float(part.tensor[0]) for part in captured.parts.values()) == [0, 1, 2, 3]
+
+
+def test_interval_grows_with_what_a_save_costs() -> None:
+    times = SaveTimes(interval=Interval(seconds=0.0, max_overhead=0.01))
+    times.record(1)
+    assert times.due_by_time(0.0)
+    assert not times.due_by_time(1000.0), "100,000 s later"
+    assert not times.due_by_time(0.0, 1000.0), "10,000 s later"
+    times.record(2, due=True)
+    assert times.due_by_time(1000.0)
+    assert not times.is_saved(2)
 
 
 def run_in(directory: Path, program: str) -> "subprocess.CompletedProcess[str]":
-    for name in ("snapshots", "heartbeats"):
-        (directory / name).mkdir(parents=True)
+    (directory / "heartbeats").mkdir(parents=True)
     return run_forked(
         program, directory=directory, **agent_variables(directory / "run"),
         TORCHRELAY_SNAPSHOTS=str(directory / "snapshots"),
     )  # fmt: skip
 
 
-COST = """
+COST = f"""
 import time
 import torch
 import torchrelay
-from torchrelay import saved_state
 
-def burn(seconds):
-    began = time.thread_time()
-    while time.thread_time() - began < seconds:
-        pass
+class Slow(torch.nn.Linear):
+    def state_dict(self, *arguments, **named):
+        began = time.thread_time()
+        while time.thread_time() - began < {CAPTURE_SECONDS}:
+            pass
+        return super().state_dict(*arguments, **named)
 
-def capture(*arguments):
-    burn(0.2)
-    return capture_states(*arguments)
-
-def save(*arguments):
-    burn(0.3)
-
-capture_states, saved_state.capture_states, saved_state.Snapshots.save = saved_state.capture_states, capture, save
-with torchrelay.state(model=torch.nn.Linear(2, 2), checkpoint_seconds=1000, snapshot_seconds=0.001) as saved:
-    saved.step = 1
-    saved.save(durable=False)
-    saved._background.wait()
-    assert saved._cost_seconds >= 0.5, saved._cost_seconds
+with torchrelay.state(model=Slow(2, 2), checkpoint_seconds=1000, snapshot_seconds=1000) as saved:
+    for saved.step in (1, 2, 3):
+        saved.save(durable=False)
+        saved._writer.wait()
+        print(saved._writer.cost_seconds)
 """
 
 
-def test_the_cost_of_a_snapshot_is_that_of_its_copy_and_of_its_write(tmp_path: Path) -> None:
+def test_the_cost_of_a_snapshot_is_that_of_its_capture_unless_its_memory_is_new(tmp_path: Path) -> None:
     ran = run_in(tmp_path, COST)
     assert ran.returncode == 0, ran.stderr
+    assert [float(line) >= CAPTURE_SECONDS for line in ran.stdout.splitlines()] == [False, False, True]
 
 
-SCRIPT = """
+LATE = """
 import threading
 import torch
 import torchrelay
-from torchrelay import saved_state
-from torchrelay.object_states import serialized
+from torchrelay.saving.tensor_files import Image
 
 model = torch.nn.Linear(2, 2)
-may_write, writes = threading.Event(), threading.Event()
+may_write, writes, write = threading.Event(), threading.Event(), Image.write
 
-def late(content):
+def late(*arguments):
     writes.set()
     assert may_write.wait(60)
-    return serialized(content)
+    return write(*arguments)
 
-saved_state.serialized = late
-with torchrelay.state(model=model, checkpoint_seconds=0, snapshot_seconds=0.001) as saved:
+Image.write = late
+with torchrelay.state(model=model, checkpoint_seconds=1000, snapshot_seconds=1000) as saved:
     torch.nn.init.constant_(model.weight, 1)
     saved.step = 1
     saved.save(durable=True)
@@ -215,20 +323,36 @@ with torchrelay.state(model=model, checkpoint_seconds=0, snapshot_seconds=0.001)
     saved.step = 2
     saved.save(durable=False)
     may_write.set()
-    saved._background.wait()
+    saved._writer.wait()
     torch.nn.init.constant_(model.weight, 3)
     saved.step = 3
-    saved.save(durable=False)
 """
 
 
 def test_a_save_does_not_change_the_copy_that_is_still_being_written(tmp_path: Path) -> None:
-    ran = run_in(tmp_path, SCRIPT)
+    ran = run_in(tmp_path, LATE)
     assert ran.returncode == 0, ran.stderr
-    checkpoints = {step_of(path): read(path) for path in list_checkpoints(tmp_path / "run/checkpoints")}
-    assert {step: float(saved["shared"]["model"]["weight"][0, 0]) for step, saved in checkpoints.items()} == {
-        1: 1,
-        3: 3,
-    }
-    [snapshot] = list_checkpoints(tmp_path / "snapshots")
-    assert (step_of(snapshot), float(read(snapshot)["shared"]["model"]["weight"][0, 0])) == (3, 3)
+    for directory in (tmp_path / "run" / "checkpoints", tmp_path / "snapshots"):
+        weights = {step_of(path): read(path)["model/weight"] for path in list_checkpoints(directory)}
+        assert {step: set(weight.flatten().tolist()) for step, weight in weights.items()} == {1: {1.0}, 3: {3.0}}
+
+
+NO_MEMORY = """
+import torch
+import torchrelay
+
+with torchrelay.state(model=torch.nn.Linear(2, 2), checkpoint_seconds=1000, snapshot_seconds=1000) as saved:
+    for saved.step in (1, 2, 3):
+        saved.save(durable=False)
+        saved._writer.wait()
+"""
+
+
+def test_script_without_memory_for_snapshots_is_told_so_once_and_has_its_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "snapshots").touch()
+    ran = run_in(tmp_path, NO_MEMORY)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr.count("no snapshots: [Errno 20] Not a directory") == 1, ran.stderr
+    assert ran.stderr.count("an interruption now costs the steps since the last checkpoint") == 1
+    [checkpoint] = list_checkpoints(tmp_path / "run" / "checkpoints")
+    assert read(checkpoint)["model/weight"].shape == (2, 2)
