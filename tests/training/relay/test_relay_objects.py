@@ -97,17 +97,17 @@ def as_it_is(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("durable", [False, True])
 def test_model_may_be_wrapped_in_another_way_later(tmp_path: Path, first: Any, second: Any, *, durable: bool) -> None:
     before, after = Training(first), Training(second)
+    checkpoints, snapshots = tmp_path / "checkpoints", tmp_path / "snapshots"
     writer = StateWriter(
-        peers=ALONE, checkpoints=tmp_path / "checkpoints", snapshots=None if durable else tmp_path / "snapshots", keep=2,
-        owner=Owner(), attempt=1,
-    )  # fmt: skip
+        peers=ALONE, checkpoints=checkpoints, snapshots=None if durable else snapshots, keep=2, owner=Owner(), attempt=1
+    )
     for step in (1, 2, 3):
         before.step()
         writer.save(capture(before.objects, step, ALONE), {}, 0.0, 0.0, durable=durable)
         writer.wait()
     content = before.content
     restorer = Restorer(
-        peers=ALONE, checkpoints=tmp_path / "checkpoints", snapshots=tmp_path / "snapshots", objects=after.objects,
+        peers=ALONE, checkpoints=checkpoints, snapshots=snapshots, objects=after.objects,
         discarded=lambda _, reason: pytest.fail(reason),
     )  # fmt: skip
     restored = restorer.restore()

@@ -1,6 +1,7 @@
-"""A script's snapshots are copied into the memory of outdated ones; what is kept does not change."""
+"""What a script saves, and what the saves cost it."""
 
 import errno
+import json
 import resource
 import subprocess
 from collections.abc import Callable, Iterator
@@ -12,12 +13,12 @@ import torch
 from support.relay_script import agent_variables
 from support.trainings import run_forked
 from torch import nn
-from torchrelay.checkpoint_files import STATE_TENSORS, STATE_VALUES, find_damage, list_checkpoints, step_of
+from torchrelay.checkpoint_files import STATE_VALUES, find_damage, list_checkpoints, step_of
 from torchrelay.rank_exchange import RankGroup
 from torchrelay.saving.interval import Interval, SaveTimes
 from torchrelay.saving.neighbour_copies import write_all
-from torchrelay.saving.objects import Captured, Objects, capture
-from torchrelay.saving.restoring import Restorer, read_state
+from torchrelay.saving.objects import Objects, capture
+from torchrelay.saving.restoring import FORMAT, Restorer, read_state
 from torchrelay.saving.snapshot_files import SnapshotFiles
 
 ALONE = RankGroup(rank=0, local_rank=0, world_size=1, control=None)
@@ -37,12 +38,11 @@ def content(step: int, size: int = 1000) -> Weights:
     return Weights(values=torch.full((size,), float(step)), count=torch.tensor(step))
 
 
-def save(files: SnapshotFiles, model: nn.Module, step: int) -> Captured:
+def save(files: SnapshotFiles, model: nn.Module, step: int) -> None:
     captured = capture(Objects.of_script({"model": model}), step, ALONE)
     files.image(captured.layout.size_bytes).fill(captured.layout, captured.parts)
-    values = b'{"format": 1, "attempt": 1, "objects": %s}' % str(captured.values).replace("'", '"').encode()
-    files.publish(step, lambda directory: write_all(directory, {STATE_VALUES: values}))
-    return captured
+    values = {"format": FORMAT, "attempt": 1, "objects": captured.values}
+    files.publish(step, lambda directory: write_all(directory, {STATE_VALUES: json.dumps(values).encode()}))
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
@@ -57,86 +57,6 @@ def assert_saved(directory: Path, steps: list[int]) -> None:
         tensors = read(path)
         assert int(tensors["model/count"]) == step_of(path)
         assert bool((tensors["model/values"] == step_of(path)).all())
-
-
-def test_two_files_are_written_in_turn(tmp_path: Path) -> None:
-    files, inodes = SnapshotFiles(tmp_path), list[int]()
-    for step in range(7):
-        save(files, content(step), step)
-        inodes.append((list_checkpoints(tmp_path)[0] / STATE_TENSORS).stat().st_ino)
-        assert_saved(tmp_path, [step, step - 1][: step + 1])
-    assert len(set(inodes)) == 2
-    assert inodes[2:] == inodes[:-2]
-    assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_newest_stays_while_the_next_is_written(tmp_path: Path) -> None:
-    files = SnapshotFiles(tmp_path)
-    for step in range(4):
-        save(files, content(step), step)
-    layout = capture(Objects.of_script({"model": content(4)}), 4, ALONE).layout
-    files.image(layout.size_bytes).data.fill_(0)
-    assert_saved(tmp_path, [3])
-
-
-def test_state_whose_size_changes_gets_other_files(tmp_path: Path) -> None:
-    files = SnapshotFiles(tmp_path)
-    for step, size in enumerate((1000, 2000, 3000, 50, 70_000, 1000, 1000, 3)):
-        save(files, content(step, size), step)
-        newest = list_checkpoints(tmp_path)[0]
-        assert read(newest)["model/values"].shape == (size,)
-        assert_saved(tmp_path, [step, step - 1][: step + 1])
-    assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_snapshots_of_an_earlier_attempt_are_not_written_again(tmp_path: Path) -> None:
-    earlier = SnapshotFiles(tmp_path)
-    for step in (1, 2):
-        save(earlier, content(step), step)
-    mapped = [(path / STATE_TENSORS).open("rb") for path in list_checkpoints(tmp_path)]
-    before = [file.read() for file in mapped]
-    files = SnapshotFiles(tmp_path)
-    save(files, content(3), 3)
-    assert_saved(tmp_path, [3, 2])
-    save(files, content(4), 4)
-    assert_saved(tmp_path, [4, 3])
-    for file, bytes_before in zip(mapped, before, strict=True):
-        file.seek(0)
-        assert file.read() == bytes_before
-        file.close()
-
-
-@pytest.mark.parametrize("pattern", ["*", ".step-*", "step-*", f"**/{STATE_TENSORS}"])
-@pytest.mark.parametrize("is_being_written", [False, True])
-def test_snapshots_go_on_after_somebody_has_removed_them(
-    tmp_path: Path, pattern: str, *, is_being_written: bool
-) -> None:
-    directory = tmp_path / "snapshots"
-    files = SnapshotFiles(directory)
-    for step in range(4):
-        save(files, content(step), step)
-    if is_being_written:
-        files.image((list_checkpoints(directory)[0] / STATE_TENSORS).stat().st_size)
-    for path in list(directory.glob(pattern)):
-        path.rename(tmp_path / f"removed-{path.parent.name}-{path.name}")
-    for step in range(4, 8):
-        save(files, content(step), step)
-    assert_saved(directory, [7, 6])
-    assert len(list(directory.iterdir())) == 2
-
-
-def test_snapshot_that_is_removed_while_it_is_written_is_an_error_of_the_system(tmp_path: Path) -> None:
-    files = SnapshotFiles(tmp_path)
-    save(files, content(1), 1)
-    captured = capture(Objects.of_script({"model": content(2)}), 2, ALONE)
-    files.image(captured.layout.size_bytes).fill(captured.layout, captured.parts)
-    [unpublished] = tmp_path.glob(".step-*")
-    (unpublished / STATE_TENSORS).unlink()
-    with pytest.raises(FileNotFoundError, match="was removed"):
-        files.publish(2, lambda directory: write_all(directory, {STATE_VALUES: b"{}"}))
-    assert_saved(tmp_path, [1])
-    save(files, content(3), 3)
-    assert_saved(tmp_path, [3, 1])
 
 
 @pytest.fixture
@@ -160,16 +80,6 @@ def test_without_space_for_the_next_the_newest_stays(tmp_path: Path, file_limit:
     for step in (5, 6):
         save(files, content(step), step)
     assert_saved(tmp_path, [6, 5])
-
-
-def test_missing_memory_is_that_of_the_files_that_do_not_fit(tmp_path: Path) -> None:
-    files, missing = SnapshotFiles(tmp_path), list[int]()
-    size_bytes = capture(Objects.of_script({"model": content(0)}), 0, ALONE).layout.size_bytes
-    for step in range(3):
-        missing.append(files.missing_bytes(size_bytes))
-        save(files, content(step), step)
-    assert missing == [2 * size_bytes, size_bytes, 0]
-    assert files.missing_bytes(size_bytes + 64) == 2 * (size_bytes + 64)
 
 
 def with_a_sparse_tensor(model: nn.Module) -> None:
@@ -208,11 +118,11 @@ def test_unusual_tensors_are_restored_as_they_are(tmp_path: Path, prepare: Calla
     files = SnapshotFiles(tmp_path)
     for step in range(3):
         save(files, model, step)
-    states = list[dict[str, Any]]()
+    states = list[Any]()
 
     class Taker(nn.Linear):
         def load_state_dict(self, state: Any, *_: Any, **__: Any) -> Any:
-            states.append(dict(state))
+            states.append(state)
 
     objects = Objects.of_script({"model": Taker(3, 2)})
     restorer = Restorer(
@@ -220,7 +130,7 @@ def test_unusual_tensors_are_restored_as_they_are(tmp_path: Path, prepare: Calla
         discarded=lambda _, reason: pytest.fail(reason),
     )  # fmt: skip
     assert restorer.restore()
-    assert str(type(model.state_dict())(states[0])) == expected
+    assert str(states[0]) == expected
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's, about such tensors
