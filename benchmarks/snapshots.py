@@ -29,8 +29,9 @@ from typing import Any
 
 import torch
 from torch import distributed, multiprocessing, nn
-from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 from torchrelay.rank_exchange import RankGroup
@@ -106,7 +107,7 @@ def by_torch(model: nn.Module, optimizer: Optimizer, directory: Path) -> Save:
         if not distributed.is_initialized() or distributed.get_rank() == 0:
             shutil.rmtree(directory / f"{step - 2}", ignore_errors=True)
         named, optimized = get_state_dict(model, optimizer)
-        saved: Any = checkpoint.async_save(
+        saved: Any = async_save(
             {"model": named, "optimizer": optimized}, checkpoint_id=directory / f"{step}",
             no_dist=not distributed.is_initialized(),
         )  # fmt: skip
@@ -205,7 +206,7 @@ def sharded_rows(nodes: int, options: Options) -> list[Row]:
     """Save a sharded transformer, on as many nodes as ranks."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(pick_port()), "WORLD_SIZE": str(nodes)}
-        multiprocessing.spawn(sharded_rank, (place, Path(memory), options), nprocs=nodes)
+        multiprocessing.spawn(sharded_rank, (place, Path(memory), options), nprocs=nodes)  # type: ignore[attr-defined,no-untyped-call]
         rows: list[Row] = json.loads((Path(memory) / "rows.json").read_text())
     return rows
 
@@ -216,10 +217,11 @@ def sharded_rank(rank: int, place: Mapping[str, str], memory: Path, options: Opt
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
     world_size, width = distributed.get_world_size(), options.width
-    peers = RankGroup(rank=rank, local_rank=0, world_size=world_size, control=distributed.new_group(backend="gloo"))
+    control: Any = distributed.new_group(backend="gloo")
+    peers = RankGroup(rank=rank, local_rank=0, world_size=world_size, control=control)
     layer = nn.TransformerEncoderLayer(width, 8, 4 * width, batch_first=True)
     model = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
-    mesh = distributed.init_device_mesh("cpu", (world_size,))
+    mesh = init_device_mesh("cpu", (world_size,))
     for each in model.layers:
         fully_shard(each, mesh=mesh)
     fully_shard(model, mesh=mesh)
