@@ -132,7 +132,7 @@ ifneq ($(SCRIPT_TORCH),)
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(SCRIPT_ENV)
 	$(BIN)/uv pip install --quiet --python $(SCRIPT_ENV)/bin/python "torch==$(SCRIPT_TORCH).*" torchvision
 	PYTHONPATH=$$(echo $(SCRIPT_ENV)/lib/*/site-packages) \
-		$(BIN)/python -m pytest -n 2 -m "not slurm" tests/jobs/ranks tests/training/test_relay*.py
+		$(BIN)/python -m pytest -n 2 -m "not slurm" tests/jobs/ranks tests/training/relay
 else ifneq ($(TORCH),)
 	@$(call INSTALL,rsync)
 	mkdir -p $(CACHE)/torch-$(TORCH)

@@ -1,35 +1,50 @@
-"""What a snapshot costs a training on a CPU, for states of 1 MB to 1 GB.
+"""What a snapshot costs a training on CPUs, for states of 1 MB to 1 GB, beside torch's own asynchronous checkpoints.
 
     .venv/bin/python -m benchmarks.snapshots
 
-One rank trains on small generated images, and takes a snapshot after every step. The table has medians:
+Each model is saved after every step in three ways: by the classifier, as a script's `state(model=..., optimizer=...)`
+does it, and by `torch.distributed.checkpoint.async_save` to /dev/shm. The first models have one rank. The last one is
+sharded by FSDP2 over 2 and 3 ranks, each on a node of its own as far as Torchrelay can tell; the nodes send each other
+copies, which async_save does not. The table has medians, for rank 0:
 
 - stall: milliseconds for which the training waits;
-- cost: milliseconds of CPU time, of which `--snapshot-every auto` spends at most 0.5 %;
-- written: milliseconds until the snapshot is in the node's memory;
+- cost: milliseconds of CPU time of the process until the state is written;
+- written: milliseconds until the state is in the memory of the node, and of its neighbour;
 - copy: milliseconds in which this machine copies as many bytes in memory, for comparison;
-- every: seconds between two snapshots with `--snapshot-every auto`;
-- script: milliseconds of CPU time that `state(model=..., optimizer=...)` takes for a snapshot of the same model.
+- every: seconds between two snapshots of the classifier with `--snapshot-every auto`.
 
-Takes a minute on two cores that nobody else uses.
+Takes two minutes on two cores that nobody else uses.
 """
 
+import json
+import os
+import shutil
 import tempfile
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
-from torchrelay.object_states import CopyMemory, Saveable, capture_states
-from torchrelay.saved_state import Snapshots
+from torch import distributed, multiprocessing, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.optim import Optimizer
+from torchrelay.rank_exchange import RankGroup
+from torchrelay.saving.objects import Objects, capture
+from torchrelay.saving.state_writer import StateWriter
 
 from benchmarks.harness import Findings, Flags, Row, benchmark
 from benchmarks.speed.loops import Case
 from benchmarks.speed.our_loop import our_trainer
+from hpc.base.transport import pick_port
 from hpc.run.nodedir import NodeDir
-from training.checkpoint.state import TrainState
 from training.config.save_interval import AUTO_OVERHEAD, parse_interval
+from training.engine.trainer import Trainer
 from training.runtime.process_group import connect, disconnect
 from training.runtime.run_context import rank_info_from
 
@@ -40,6 +55,11 @@ CASES = (
     Case(model="resnet101", image_size=32, batch_size=2),
     Case(model="vit_b_16", image_size=32, batch_size=2, optimizer="adamw"),
 )
+_NODES = (2, 3)
+# The first saves into each of two files provide memory.
+_UNCOUNTED = 2
+Save = Callable[[int], Callable[[], object]]
+"""Starts to save the state of a step, and returns a function that waits until it is written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,66 +68,193 @@ class Options(Flags):
 
     snapshots: int = 10
     """Snapshots of each model."""
+    width: int = 1024
+    """Width of the transformer with FSDP2."""
 
 
-def row_of(case: Case, count: int) -> Row:
-    """Train a model, and take so many snapshots."""
+def times_of(name: str, step: Callable[[], object], save: Save, count: int) -> Row:
+    """Save after each of so many steps."""
+    stalls, costs, written = list[float](), list[float](), list[float]()
+    for number in range(1, _UNCOUNTED + count + 1):
+        step()
+        began, cpu_began = time.monotonic(), time.process_time()
+        wait = save(number)
+        stalls.append(time.monotonic() - began)
+        wait()
+        written.append(time.monotonic() - began)
+        costs.append(time.process_time() - cpu_began)
+    kinds = {"stall_ms": stalls, "cost_ms": costs, "written_ms": written}
+    return {"saved_by": name} | {kind: round(median(found[_UNCOUNTED:]) * 1e3, 1) for kind, found in kinds.items()}
+
+
+def by_script(model: nn.Module, optimizer: Optimizer, writer: StateWriter) -> Save:
+    """Save as `state(model=..., optimizer=...)` does."""
+    objects = Objects.of_script({"model": model, "optimizer": optimizer})
+
+    def save(step: int) -> Callable[[], object]:
+        began, cpu_began = time.monotonic(), time.thread_time()
+        captured = capture(objects, step, writer.peers)
+        writer.save(captured, {}, began, cpu_began, durable=False)
+        return writer.wait
+
+    return save
+
+
+def by_torch(model: nn.Module, optimizer: Optimizer, directory: Path) -> Save:
+    """Save by async_save, and keep two states, as Torchrelay does."""
+
+    def save(step: int) -> Callable[[], object]:
+        if not distributed.is_initialized() or distributed.get_rank() == 0:
+            shutil.rmtree(directory / f"{step - 2}", ignore_errors=True)
+        named, optimized = get_state_dict(model, optimizer)
+        saved: Any = async_save(
+            {"model": named, "optimizer": optimized}, checkpoint_id=directory / f"{step}",
+            no_dist=not distributed.is_initialized(),
+        )  # fmt: skip
+        return saved.result  # type: ignore[no-any-return]  # of a future
+
+    return save
+
+
+class Owner:
+    """A script without a run, whose saves must not fail."""
+
+    def check(self) -> None:
+        """Do nothing."""
+
+    def accepts(self, _tensors: object) -> bool:
+        """Accept all states."""
+        return True
+
+    def publishing(self, step: int) -> None:
+        """Do nothing."""
+
+    def checkpoint_saved(self, step: int, seconds: float, copy_seconds: float) -> None:
+        """Do nothing."""
+
+    def checkpoint_failed(self, step: int, reason: str) -> None:
+        """Fail."""
+        raise RuntimeError(f"step {step}: {reason}")
+
+    def snapshots_off(self, reason: str) -> None:
+        """Fail."""
+        raise RuntimeError(reason)
+
+    def copies_off(self, reason: str) -> None:
+        """Fail."""
+        raise RuntimeError(reason)
+
+
+def script_writer(peers: RankGroup, directory: Path) -> StateWriter:
+    """Return a writer of a script's snapshots."""
+    return StateWriter(peers=peers, checkpoints=None, snapshots=directory, keep=1, owner=Owner(), attempt=1)
+
+
+# --- one rank ---
+
+
+def rows_of(case: Case, count: int) -> list[Row]:
+    """Train a model, and save it in each way."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory, tempfile.TemporaryDirectory() as directory:
         group = connect(rank_info_from({}))
         trainer = our_trainer(case, group, Path(directory), NodeDir(Path(memory)), snapshot_every="1000000")
         trainer.stepper.warm_up(trainer.data.channels, trainer.data.size)
         trainer.resume()
-        writer, steps, stalls, costs, written = trainer.snapshot_writer, trainer.steps(), [], [], []
-        for _ in range(count + 1):
-            next(steps)
-            began = time.monotonic()
-            writer.save()
-            stalls.append(time.monotonic() - began)
-            writer.wait()
-            written.append(time.monotonic() - began)
-            costs.append(writer.cost_seconds)
-        size_bytes, copy = copy_of(trainer.state)
-        script = script_cost(trainer.state, Path(memory) / "script", count)
+        steps, state = trainer.steps(), trainer.state
+        classifier = times_of("classifier", lambda: next(steps), by_classifier(trainer), count)
+        auto = parse_interval("snapshot_every", "auto").seconds or 0.0
+        every = round(max(auto, trainer.saver.writer.cost_seconds / AUTO_OVERHEAD), 1)
+        trainer.saver.clear()
+        writer = script_writer(group, Path(memory) / "script")
+        script = times_of("script", lambda: next(steps), by_script(state.model, state.optimizer, writer), count)
+        size_bytes = writer.size_bytes
+        shutil.rmtree(Path(memory) / "script")
+        rival = times_of("async_save", lambda: next(steps), by_torch(state.model, state.optimizer, Path(memory)), count)
         trainer.logger.close()
         disconnect()
-    auto = parse_interval("snapshot_every", "auto").seconds or 0.0
-    cost = median(costs[1:])  # the first snapshot allocates memory
-    return {
-        "model": case.model, "state_mb": round(size_bytes / 1e6, 1), "stall_ms": round(median(stalls[1:]) * 1e3, 1),
-        "cost_ms": round(cost * 1e3, 1), "written_ms": round(median(written[1:]) * 1e3, 1),
-        "copy_ms": round(copy * 1e3, 1), "every_s": round(max(auto, cost / AUTO_OVERHEAD), 1),
-        "script_ms": round(script * 1e3, 1),
-    }  # fmt: skip
+    rows = {**classifier, "every_s": every}, script, rival
+    return [{**described(case.model, 1, size_bytes), **row} for row in rows]
 
 
-def script_cost(state: TrainState, directory: Path, count: int) -> float:
-    """Return the median seconds of CPU time of a script's snapshot."""
-    objects: dict[str, Saveable] = {"model": state.model, "optimizer": state.optimizer}
-    snapshots, memory, seconds = Snapshots(directory), CopyMemory(), []
-    for step in range(count + 1):
-        began = time.thread_time()
-        content = capture_states(objects, step, memory)
-        snapshots.save(step, content, memory.size_bytes)
-        seconds.append(time.thread_time() - began)
-    return median(seconds[1:])
+def by_classifier(trainer: Trainer) -> Save:
+    """Save as the classifier does."""
+
+    def save(_step: int) -> Callable[[], object]:
+        trainer.saver.save(durable=False)
+        return trainer.saver.writer.wait
+
+    return save
 
 
-def copy_of(state: TrainState) -> tuple[int, float]:
-    """Return the bytes of a state, and the median seconds of a copy of as many bytes in memory."""
-    size_bytes = sum(tensor.nbytes for tensor in state.state_dict()[0].values())
+def described(model: str, ranks: int, size_bytes: int) -> Row:
+    """Return what was saved by a rank, with the median milliseconds of a copy of as many bytes in memory."""
     source, target, seconds = torch.ones(size_bytes, dtype=torch.uint8), torch.zeros(size_bytes, dtype=torch.uint8), []
     for _ in range(5):
         began = time.monotonic()
         target.copy_(source)
         seconds.append(time.monotonic() - began)
-    return size_bytes, median(seconds)
+    return {
+        "model": model, "ranks": ranks, "rank_mb": round(size_bytes / 1e6, 1),
+        "copy_ms": round(median(seconds) * 1e3, 1),
+    }  # fmt: skip
+
+
+# --- FSDP2 ---
+
+
+def sharded_rows(nodes: int, options: Options) -> list[Row]:
+    """Save a sharded transformer, on as many nodes as ranks."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(pick_port()), "WORLD_SIZE": str(nodes)}
+        multiprocessing.spawn(sharded_rank, (place, Path(memory), options), nprocs=nodes)  # type: ignore[attr-defined,no-untyped-call]
+        rows: list[Row] = json.loads((Path(memory) / "rows.json").read_text())
+    return rows
+
+
+def sharded_rank(rank: int, place: Mapping[str, str], memory: Path, options: Options) -> None:
+    """Run one rank. Its memory is that of a node of its own."""
+    os.environ |= {**place, "RANK": str(rank)}
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo")
+    world_size, width = distributed.get_world_size(), options.width
+    control: Any = distributed.new_group(backend="gloo")
+    peers = RankGroup(rank=rank, local_rank=0, world_size=world_size, control=control)
+    layer = nn.TransformerEncoderLayer(width, 8, 4 * width, batch_first=True)
+    model = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+    mesh = init_device_mesh("cpu", (world_size,))
+    for each in model.layers:
+        fully_shard(each, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.randn(1, 4, width)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(tokens).square().mean().backward()
+        optimizer.step()
+
+    def begin_together() -> None:
+        step()
+        distributed.barrier()
+
+    writer = script_writer(peers, memory / f"node-{rank}")
+    script = times_of("script", begin_together, by_script(model, optimizer, writer), options.snapshots)
+    distributed.barrier()
+    shutil.rmtree(memory / f"node-{rank}")
+    rival = times_of("async_save", begin_together, by_torch(model, optimizer, memory / "torch"), options.snapshots)
+    if rank == 0:
+        name = f"transformer, {sum(each.numel() for each in model.parameters()) / 1e6:.0f} M, FSDP2"
+        rows = [{**described(name, world_size, writer.size_bytes), **row} for row in (script, rival)]
+        (memory / "rows.json").write_text(json.dumps(rows))
+    distributed.destroy_process_group()
 
 
 def measure(options: Options) -> Findings:
     """Measure the models one after the other."""
     torch.set_num_threads(1)
-    return Findings(tables={"rows": [row_of(case, options.snapshots) for case in CASES]})
+    rows = [row for case in CASES for row in rows_of(case, options.snapshots)]
+    return Findings(tables={"rows": [*rows, *(row for nodes in _NODES for row in sharded_rows(nodes, options))]})
 
 
 if __name__ == "__main__":
-    benchmark("snapshots", Options(), measure, small={"snapshots": 3})
+    benchmark("snapshots", Options(), measure, small={"snapshots": 3, "width": 128})

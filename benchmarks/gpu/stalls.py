@@ -9,13 +9,13 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from training.checkpoint.writer import StateWriter
 
 from benchmarks.gpu.part import Found, Goal, Row, data_directory, device, goal, on_gpu, synchronize
 from benchmarks.speed.loops import Case
@@ -34,7 +34,9 @@ from training.runtime.run_context import rank_info_from
 
 _AUTO = INTERVAL_WORDS["snapshot_every"]["auto"]
 # Saves are called here.
-_BY_HAND: dict[str, Any] = {"snapshot_every": "off", "checkpoint_every": "1000000", "log_every": 5}
+_BY_HAND: dict[str, Any] = {"snapshot_every": "1000000", "checkpoint_every": "1000000", "log_every": 5}
+# The first saves into each of two files provide memory.
+_UNCOUNTED = 2
 _CHECKPOINT_MS, _SNAPSHOT_SHARE = 20, 0.01
 _SIDE, _BATCH = 28, 512
 CASES: tuple[tuple[Case, dict[str, Any]], ...] = (
@@ -56,19 +58,19 @@ def stalls_of(trainer: Trainer, seconds: float, rounds: int) -> Row:
     advance(steps, 6)
     waits = count_waits(steps, 2 * trainer.config.log_every)
     window = max(4, int(seconds / (advance(steps, 4) / 4)))
-    saves: dict[str, tuple[StateWriter, Callable[[], object]]] = {
-        "snapshot": (trainer.snapshot_writer, trainer.snapshot_writer.save),
-        "checkpoint": (trainer.checkpoint_writer, trainer.save),
+    writer = trainer.saver.writer
+    saves: dict[str, Callable[[], object]] = {
+        "snapshot": partial(trainer.saver.save, durable=False),
+        "checkpoint": trainer.save,
     }
     row: Row = {"model": trainer.config.model, "step_ms": 0.0, "waits": len(waits), "where": ", ".join(sorted(waits))}
-    for name, (writer, save) in saves.items():
+    for name, save in saves.items():
         plain, saving = list[float](), list[float]()
-        for _ in range(rounds + 1):
+        for _ in range(rounds + _UNCOUNTED):
             plain.append(advance(steps, window))
             saving.append(advance(steps, window, save))
             writer.wait()
-        # The first save allocates memory.
-        plain, saving = plain[1:], saving[1:]
+        plain, saving = plain[_UNCOUNTED:], saving[_UNCOUNTED:]
         row["step_ms"] = round(median(plain) / window * 1000, 2)
         lost = median(one - other for one, other in zip(saving, plain, strict=True))
         row |= {f"{name}_ms": round(lost * 1000, 1), f"{name}_measured_ms": round(writer.cost_seconds * 1000, 1)}

@@ -54,9 +54,10 @@ def train(config: TrainConfig, run: str, attempt: int, fault: str) -> None:
     distributed.init_process_group("gloo", timeout=_TIMEOUT)
     control = distributed.new_group(backend="gloo", timeout=_TIMEOUT)
     assert isinstance(control, distributed.ProcessGroup)  # noqa: S101  # it is a number for ranks that are not members
+    rank = rank_info_from(os.environ)
     group = ProcessGroup(
-        rank_info=rank_info_from(os.environ), device=device(), control=control, connected_at=time.monotonic(),
-        cores=1, timeout=_TIMEOUT,
+        rank=rank.rank, local_rank=rank.local_rank, world_size=rank.world_size, control=control, rank_info=rank,
+        device=device(), connected_at=time.monotonic(), cores=1, timeout=_TIMEOUT,
     )  # fmt: skip
     context = RunContext(
         config=config, run_dir=RunDir(Path(run)), attempt=attempt, started=time.monotonic(),

@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from torchrelay.checkpoint_files import list_checkpoints, save_checkpoint, save_snapshot, step_of
+from torchrelay.checkpoint_files import (
+    STATE_TENSORS,
+    STATE_VALUES,
+    list_checkpoints,
+    save_checkpoint,
+    save_snapshot,
+    step_of,
+)
 
 from hpc.base.files import append_json_line, write_json
 from hpc.base.kernel import steady_time
@@ -29,7 +36,6 @@ from simulation.world import Process
 if TYPE_CHECKING:
     from simulation.cluster import Cluster
 
-STATE_FILE = "state.pt"
 _START_SECONDS, _RESTART_SECONDS = (1.0, 4.0), (0.5, 4.0)
 _LOOK_SECONDS = 0.2
 _KEPT_CHECKPOINTS = 2
@@ -342,7 +348,8 @@ class Group:
         return True
 
     def _write_state(self, directory: Path) -> None:
-        (directory / STATE_FILE).write_bytes(f"{self.attempt} {self.step}".encode())
+        (directory / STATE_TENSORS).write_bytes(f"{self.attempt} {self.step}".encode())
+        write_json(directory / STATE_VALUES, {"attempt": self.attempt, "step": self.step})
 
     def _complete(self) -> int | None:
         first = self.members[self.directive.members[0]]

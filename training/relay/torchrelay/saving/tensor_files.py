@@ -131,15 +131,13 @@ class Image:
         if layout != self._layout:
             first = len(layout.header)
             self._memory[:first] = layout.header
-            self._layout, self.tensors = (
-                layout,
-                {
+            with torch.inference_mode(mode=False):  # as for the bytes
+                self.tensors = {
                     name: self.data[first + begin : first + end].view(kind).view(block.shape)
-                    for (name, (begin, end)), (kind, block) in (
-                        (place, layout.tensors[place[0]]) for place in layout.places.items()
-                    )
-                },
-            )
+                    for name, (begin, end) in layout.places.items()
+                    for kind, block in [layout.tensors[name]]
+                }
+            self._layout = layout
         with torch.no_grad():
             for name, part in parts.items():
                 self.tensors[name].copy_(part.tensor, non_blocking=True)

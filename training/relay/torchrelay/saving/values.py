@@ -10,6 +10,8 @@ import random
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from .tensor_files import has_name
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -62,14 +64,14 @@ def join(value: Any, tensor_of: Callable[[str], "Tensor"]) -> Any:  # noqa: PLR0
 
 
 def _has_memory_of_its_own(value: Any) -> bool:
-    """Return whether a value is a tensor, whole or sharded, whose elements lie in memory in the usual way."""
+    """Return whether a value is a tensor, whole or sharded, that a file of tensors can hold."""
     import torch
 
     if not isinstance(value, torch.Tensor):
         return False
     is_sharded = hasattr(value, "to_local") or hasattr(value, "local_shards")
     is_dense = type(value) in {torch.Tensor, torch.nn.Parameter} and value.layout == torch.strided
-    return is_sharded or (is_dense and not value.is_quantized and not value.is_nested)
+    return is_sharded or (is_dense and not value.is_nested and has_name(value.dtype))
 
 
 def serialized(content: Any) -> bytes:

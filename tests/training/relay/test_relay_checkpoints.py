@@ -158,9 +158,8 @@ def test_a_failed_write_leaves_the_old_checkpoints_and_nothing_else(tmp_path: Pa
 KILLED_IN_THE_MIDDLE = """
 import os, shutil, signal, sys
 from pathlib import Path
-from training.checkpoint.snapshot import remove_others
-from torchrelay.checkpoint_files import save_checkpoint
-from torchrelay.restoring import remove_newer
+from torchrelay.checkpoint_files import remove_published, save_checkpoint
+from torchrelay.saving.restoring import remove_newer
 
 def remove_a_file_and_die(path, **_):
     (path / "state.json").unlink()
@@ -176,7 +175,7 @@ directory = Path(sys.argv[1])
     [
         "save_checkpoint(directory, 30, lambda path: (path / 'state.json').write_text('{}') and None, keep=1)",
         "remove_newer(directory, 10)",
-        "remove_others(directory, {'step-00000010'})",
+        "remove_published(directory / 'step-00000020')",
     ],
 )
 def test_a_removal_that_is_killed_leaves_nothing_incomplete(tmp_path: Path, removal: str) -> None:

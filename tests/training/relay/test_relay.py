@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -80,22 +79,6 @@ def test_damaged_state_is_left_out_for_the_one_before(whole: Script, tmp_path: P
     assert done.returncode == 0, done.stderr
     assert "step-00000021 is not used: state.safetensors is not as it was written" in done.stderr
     assert [script.results(0)[-1][key] for key in ("restored", "weights")] == [11, whole.results(0)[0]["weights"]]
-
-
-# Read from its metadata: importing torch here would take seconds.
-@pytest.mark.skipif(tuple(map(int, version("torch").split(".")[:2])) < (2, 7), reason="no FSDP on CPUs")
-def test_shards_are_saved_whole_and_fit_another_number_of_ranks(tmp_path: Path) -> None:
-    script = Script(tmp_path)
-    done = script.run(20, stop_at=10, SHARDED="1")
-    assert done.returncode == 0, done.stderr
-    assert script.run(20, SHARDED="1").returncode == 0
-    unbroken = Script(tmp_path / "unbroken")
-    unbroken.path.mkdir()
-    assert unbroken.run(20, SHARDED="1").returncode == 0
-    assert script.results(1)[-1]["weights"] == unbroken.results(1)[-1]["weights"]
-    other = script.run(25, ranks=1, SHARDED="1")
-    assert other.returncode == 0, other.stderr
-    assert script.results(0)[-1]["restored"] == 20
 
 
 def test_outside_of_a_run_nothing_is_stopped_written_or_imported(tmp_path: Path) -> None:

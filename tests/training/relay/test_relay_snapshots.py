@@ -1,0 +1,268 @@
+"""What a script saves, and what the saves cost it."""
+
+import errno
+import json
+import resource
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.relay_script import agent_variables
+from support.trainings import run_forked
+from torch import nn
+from torchrelay.checkpoint_files import STATE_VALUES, find_damage, list_checkpoints, step_of
+from torchrelay.rank_exchange import RankGroup
+from torchrelay.saving.interval import Interval, SaveTimes
+from torchrelay.saving.neighbour_copies import write_all
+from torchrelay.saving.objects import Objects, capture
+from torchrelay.saving.restoring import FORMAT, Restorer, read_state
+from torchrelay.saving.snapshot_files import SnapshotFiles
+
+ALONE = RankGroup(rank=0, local_rank=0, world_size=1, control=None)
+CAPTURE_SECONDS = 0.2
+
+
+class Weights(nn.Module):
+    """A module with any tensors."""
+
+    def __init__(self, **tensors: torch.Tensor) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
+
+
+def content(step: int, size: int = 1000) -> Weights:
+    return Weights(values=torch.full((size,), float(step)), count=torch.tensor(step))
+
+
+def save(files: SnapshotFiles, model: nn.Module, step: int) -> None:
+    captured = capture(Objects.of_script({"model": model}), step, ALONE)
+    files.image(captured.layout.size_bytes).fill(captured.layout, captured.parts)
+    values = {"format": FORMAT, "attempt": 1, "objects": captured.values}
+    files.publish(step, lambda directory: write_all(directory, {STATE_VALUES: json.dumps(values).encode()}))
+
+
+def read(path: Path) -> dict[str, torch.Tensor]:
+    assert find_damage(path) == ""
+    return read_state(path)[0]
+
+
+def assert_saved(directory: Path, steps: list[int]) -> None:
+    paths = list_checkpoints(directory)
+    assert [step_of(path) for path in paths] == steps
+    for path in paths:
+        tensors = read(path)
+        assert int(tensors["model/count"]) == step_of(path)
+        assert bool((tensors["model/values"] == step_of(path)).all())
+
+
+@pytest.fixture
+def file_limit() -> Iterator[int]:
+    """The most bytes of a file of this process."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    yield 100_000
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_without_space_for_the_next_the_newest_stays(tmp_path: Path, file_limit: int) -> None:
+    files = SnapshotFiles(tmp_path)
+    for step in range(4):
+        save(files, content(step), step)
+    with pytest.raises(OSError, match="File too large") as error:
+        save(files, content(4, file_limit), 4)
+    assert error.value.errno == errno.EFBIG
+    assert_saved(tmp_path, [3])
+    assert len(list(tmp_path.iterdir())) == 1, "half a snapshot is left"
+    for step in (5, 6):
+        save(files, content(step), step)
+    assert_saved(tmp_path, [6, 5])
+
+
+def with_a_sparse_tensor(model: nn.Module) -> None:
+    model.register_buffer("other", torch.eye(2).to_sparse())
+
+
+def with_a_quantized_tensor(model: nn.Module) -> None:
+    model.register_buffer("other", torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8))
+
+
+def with_a_dtype_that_safetensors_lacks(model: nn.Module) -> None:
+    model.register_buffer("other", torch.tensor([1 + 2j, 3j], dtype=torch.complex128))
+
+
+def with_a_conjugate(model: nn.Module) -> None:
+    model.register_buffer("other", torch.tensor([1 + 2j, 3j]).conj())
+
+
+def with_a_number_and_an_empty_tensor(model: nn.Module) -> None:
+    model.register_buffer("other", torch.tensor(3, dtype=torch.uint8))
+    model.register_buffer("empty", torch.zeros(0, 3))
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        with_a_sparse_tensor, with_a_quantized_tensor, with_a_dtype_that_safetensors_lacks, with_a_conjugate,
+        with_a_number_and_an_empty_tensor,
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore")  # torch's, about such tensors
+def test_unusual_tensors_are_restored_as_they_are(tmp_path: Path, prepare: Callable[[nn.Module], None]) -> None:
+    model = nn.Linear(3, 2)
+    prepare(model)
+    expected = str(model.state_dict())
+    files = SnapshotFiles(tmp_path)
+    for step in range(3):
+        save(files, model, step)
+    states = list[Any]()
+
+    class Taker(nn.Linear):
+        def load_state_dict(self, state: Any, *_: Any, **__: Any) -> Any:
+            states.append(state)
+
+    objects = Objects.of_script({"model": Taker(3, 2)})
+    restorer = Restorer(
+        peers=ALONE, checkpoints=None, snapshots=tmp_path, objects=Objects(shared=objects.shared),
+        discarded=lambda _, reason: pytest.fail(reason),
+    )  # fmt: skip
+    assert restorer.restore()
+    assert str(states[0]) == expected
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, about such tensors
+def test_tensor_that_torch_reads_only_with_code_is_refused() -> None:
+    model = Weights(other=torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
+    with pytest.raises(TypeError, match=r"^state\(model=\.\.\.\): its state_dict\(\) holds more than tensors"):
+        capture(Objects.of_script({"model": model}), 1, ALONE)
+
+
+def test_copy_in_inference_mode_does_not_hinder_the_next(tmp_path: Path) -> None:
+    model, files = content(0), SnapshotFiles(tmp_path)
+    for step, mode in enumerate((True, True, False, True, False)):
+        with torch.inference_mode(mode=mode):
+            for tensor in model.state_dict().values():
+                tensor.fill_(step)
+            save(files, model, step)
+        assert_saved(tmp_path, [step, step - 1][: step + 1])
+
+
+def test_names_that_look_alike_are_different_tensors() -> None:
+    class Odd(nn.Module):
+        def state_dict(self, *_: Any, **__: Any) -> dict[Any, Any]:
+            return {
+                "a/b": torch.zeros(2),
+                "a": {"b": torch.ones(2)},
+                0: torch.full((2,), 2.0),
+                "0": torch.full((2,), 3.0),
+            }
+
+    captured = capture(Objects.of_script({"model": Odd()}), 1, ALONE)
+    assert sorted(float(part.tensor[0]) for part in captured.parts.values()) == [0, 1, 2, 3]
+
+
+def test_interval_grows_with_what_a_save_costs() -> None:
+    times = SaveTimes(interval=Interval(seconds=0.0, max_overhead=0.01))
+    times.record(1)
+    assert times.due_by_time(0.0)
+    assert not times.due_by_time(1000.0), "100,000 s later"
+    assert not times.due_by_time(0.0, 1000.0), "10,000 s later"
+    times.record(2, due=True)
+    assert times.due_by_time(1000.0)
+    assert not times.is_saved(2)
+
+
+def run_in(directory: Path, program: str) -> "subprocess.CompletedProcess[str]":
+    (directory / "heartbeats").mkdir(parents=True)
+    return run_forked(
+        program, directory=directory, **agent_variables(directory / "run"),
+        TORCHRELAY_SNAPSHOTS=str(directory / "snapshots"),
+    )  # fmt: skip
+
+
+COST = f"""
+import time
+import torch
+import torchrelay
+
+class Slow(torch.nn.Linear):
+    def state_dict(self, *arguments, **named):
+        began = time.thread_time()
+        while time.thread_time() - began < {CAPTURE_SECONDS}:
+            pass
+        return super().state_dict(*arguments, **named)
+
+with torchrelay.state(model=Slow(2, 2), checkpoint_seconds=1000, snapshot_seconds=1000) as saved:
+    for saved.step in (1, 2, 3):
+        saved.save(durable=False)
+        saved._writer.wait()
+        print(saved._writer.cost_seconds)
+"""
+
+
+def test_the_cost_of_a_snapshot_is_that_of_its_capture_unless_its_memory_is_new(tmp_path: Path) -> None:
+    ran = run_in(tmp_path, COST)
+    assert ran.returncode == 0, ran.stderr
+    assert [float(line) >= CAPTURE_SECONDS for line in ran.stdout.splitlines()] == [False, False, True]
+
+
+LATE = """
+import threading
+import torch
+import torchrelay
+from torchrelay.saving.tensor_files import Image
+
+model = torch.nn.Linear(2, 2)
+may_write, writes, write = threading.Event(), threading.Event(), Image.write
+
+def late(*arguments):
+    writes.set()
+    assert may_write.wait(60)
+    return write(*arguments)
+
+Image.write = late
+with torchrelay.state(model=model, checkpoint_seconds=1000, snapshot_seconds=1000) as saved:
+    torch.nn.init.constant_(model.weight, 1)
+    saved.step = 1
+    saved.save(durable=True)
+    assert writes.wait(60)
+    torch.nn.init.constant_(model.weight, 2)
+    saved.step = 2
+    saved.save(durable=False)
+    may_write.set()
+    saved._writer.wait()
+    torch.nn.init.constant_(model.weight, 3)
+    saved.step = 3
+"""
+
+
+def test_a_save_does_not_change_the_copy_that_is_still_being_written(tmp_path: Path) -> None:
+    ran = run_in(tmp_path, LATE)
+    assert ran.returncode == 0, ran.stderr
+    for directory in (tmp_path / "run" / "checkpoints", tmp_path / "snapshots"):
+        weights = {step_of(path): read(path)["model/weight"] for path in list_checkpoints(directory)}
+        assert {step: set(weight.flatten().tolist()) for step, weight in weights.items()} == {1: {1.0}, 3: {3.0}}
+
+
+NO_MEMORY = """
+import torch
+import torchrelay
+
+with torchrelay.state(model=torch.nn.Linear(2, 2), checkpoint_seconds=1000, snapshot_seconds=1000) as saved:
+    for saved.step in (1, 2, 3):
+        saved.save(durable=False)
+        saved._writer.wait()
+"""
+
+
+def test_script_without_memory_for_snapshots_is_told_so_once_and_has_its_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "snapshots").touch()
+    ran = run_in(tmp_path, NO_MEMORY)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr.count("no snapshots: [Errno 20] Not a directory") == 1, ran.stderr
+    assert ran.stderr.count("an interruption now costs the steps since the last checkpoint") == 1
+    [checkpoint] = list_checkpoints(tmp_path / "run" / "checkpoints")
+    assert read(checkpoint)["model/weight"].shape == (2, 2)
