@@ -266,10 +266,12 @@ def _memory_for(one: Saveable) -> Callable[[str, Tensor], Tensor]:
     if isinstance(one, nn.Module | _Fsdp1):
         present: dict[str, Tensor] = {}
         split("", one.state_dict(), present)
-        by_name = {_plain_name(name.removeprefix("/")): tensor for name, tensor in present.items()}
+        named = {name.removeprefix("/"): tensor for name, tensor in present.items()}
+        plain = _plain_names(named)
+        by_name = {plain(name): tensor for name, tensor in named.items()}
 
         def of_module(name: str, like: Tensor) -> Tensor:
-            tensor = by_name.get(_plain_name(name))
+            tensor = by_name.get(plain(name))
             return new(name, like) if tensor is None or tensor.shape != like.shape else tensor
 
         return of_module
@@ -294,6 +296,11 @@ def _plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in {"_orig_mod", "module"})
 
 
+def _plain_names(*states: Collection[str]) -> Callable[[str], str]:
+    """Return `_plain_name`, or, if two names of a state would then be equal, a function that returns names as they are."""
+    return _plain_name if all(len(set(map(_plain_name, names))) == len(names) for names in states) else str
+
+
 def _named_as(one: Saveable, state: dict[str, Any]) -> dict[str, Any]:
     """Return a module's state with the names of the present one, if only wrappers differ."""
     from torch import nn
@@ -302,10 +309,9 @@ def _named_as(one: Saveable, state: dict[str, Any]) -> dict[str, Any]:
         return state
     # The present state also has the modules' versions. Some modules of torchvision refuse a state without versions.
     present = one.state_dict()
-    names = {_plain_name(name): name for name in present}
-    if len(names) < len(present):
-        names = {}
-    named = {names.get(_plain_name(name), name): value for name, value in state.items()}
+    plain = _plain_names(present, state)
+    names = {plain(name): name for name in present}
+    named = {names.get(plain(name), name): value for name, value in state.items()}
     present.clear()
     present.update(named)
     return present
