@@ -15,8 +15,8 @@ from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from ..rank_exchange import RankGroup
-from .shards import Part, part_of
-from .tensor_files import Layout, has_name
+from .shards import Part, is_sharded, part_of
+from .tensor_files import TensorLayout, has_name
 from .values import deserialized, join, random_states, restore_random, serialized, split
 
 if TYPE_CHECKING:
@@ -49,9 +49,9 @@ class Captured:
     """For each rank, the number of the shard that it holds; all 0 if each holds the whole state."""
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> TensorLayout:
         """The layout of the file for what this rank holds."""
-        return Layout.of(self.parts)
+        return TensorLayout.of(self.parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ def capture(objects: Objects, step: int, peers: RankGroup) -> Captured:
     tensors: dict[str, Tensor] = {}
     values = {name: _split(name, each, tensors) for name, each in objects.shared.items()}
     parts = {name: _part(name, value) for name, value in tensors.items()}
-    parts |= _buffers_of_rank_zero(objects, parts, peers)
+    parts |= _buffers_of_rank_zero(objects, tensors, parts, peers)
     data = _serialized_own(objects) if objects.own else b""
     held = _Held.of(parts)
     every = peers.all_gather_bytes(held.digest + data)
@@ -167,13 +167,15 @@ def _part(name: str, value: Any) -> Part:
     return part
 
 
-def _buffers_of_rank_zero(objects: Objects, parts: Mapping[str, Part], peers: RankGroup) -> dict[str, Part]:
+def _buffers_of_rank_zero(
+    objects: Objects, tensors: Mapping[str, Tensor], parts: Mapping[str, Part], peers: RankGroup
+) -> dict[str, Part]:
     """Return the modules' buffers with rank 0's content. Batch statistics differ by rank, and DDP uses rank 0's."""
     from torch import nn
 
     modules = {name: each for name, each in objects.shared.items() if isinstance(each, nn.Module)}
     names = [f"{name}/{key}" for name, module in modules.items() for key, _ in module.named_buffers()]
-    buffers = {name: parts[name] for name in names if name in parts and parts[name].block.is_whole}
+    buffers = {name: parts[name] for name in names if name in parts and not is_sharded(tensors[name])}
     copies = peers.broadcast_copies({name: part.tensor for name, part in buffers.items()})
     return {name: Part(tensor=copies[name], block=part.block) for name, part in buffers.items()}
 
@@ -297,7 +299,7 @@ def _plain_name(name: str) -> str:
 
 
 def _plain_names(*states: Collection[str]) -> Callable[[str], str]:
-    """Return `_plain_name`, or, if two names of a state would then be equal, a function that returns names as they are."""
+    """Return `_plain_name`, unless two names of a state would then be equal: else, a function that changes none."""
     return _plain_name if all(len(set(map(_plain_name, names))) == len(names) for names in states) else str
 
 

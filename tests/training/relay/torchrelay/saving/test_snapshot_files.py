@@ -18,7 +18,7 @@ from torchrelay.checkpoint_files import (
 )
 from torchrelay.saving.shards import part_of
 from torchrelay.saving.snapshot_files import SnapshotFiles
-from torchrelay.saving.tensor_files import Image, Layout, read_whole, saved_tensors
+from torchrelay.saving.tensor_files import Image, TensorLayout, read_whole, saved_tensors
 
 
 def state(step: int) -> dict[str, Tensor]:
@@ -34,7 +34,7 @@ def state(step: int) -> dict[str, Tensor]:
 
 def fill(files: SnapshotFiles, tensors: dict[str, Tensor]) -> Image:
     parts = {name: part_of(value) for name, value in tensors.items()}
-    layout = Layout.of(parts)
+    layout = TensorLayout.of(parts)
     image = files.image(layout.size_bytes)
     image.fill(layout, parts)
     return image
@@ -65,7 +65,7 @@ def assert_saved(directory: Path, step: int, tensors: dict[str, Tensor]) -> None
 
 def test_two_files_are_written_in_turn_and_the_newest_snapshot_stays_as_it_was(tmp_path: Path) -> None:
     files, states, seen = SnapshotFiles(tmp_path), [state(step) for step in range(8)], list[int]()
-    size = Layout.of({name: part_of(value) for name, value in state(0).items()}).size_bytes
+    size = TensorLayout.of({name: part_of(value) for name, value in state(0).items()}).size_bytes
     assert files.missing_bytes(size) == 2 * size
     for step, tensors in enumerate(states):
         save(files, step, tensors)
