@@ -43,8 +43,8 @@ class Sharded(nn.Module):
         names = ("copies", "parts")[-len(mesh) :]
         ranks = init_device_mesh("cpu", mesh, mesh_dim_names=names)
         for name, value in content.items():
-            placements = [cut if value.ndim > (cut.dim if isinstance(cut, Shard) else -1) else Replicate() for cut in cuts]
-            self.register_buffer(name, distribute_tensor(value, ranks, placements))
+            fitting = [cut if not isinstance(cut, Shard) or cut.dim < value.ndim else Replicate() for cut in cuts]
+            self.register_buffer(name, distribute_tensor(value, ranks, fitting))
 
 
 class Owner:
