@@ -45,11 +45,6 @@ def stop_workers(batches: Any) -> Sequence[Any]:
     return workers
 
 
-def shard_offsets(sharded: Any) -> tuple[int, ...]:
-    """Return this rank's offset in each dimension of a DTensor, as DCP does. Read in torch 2.11 and 2.15."""
-    return tuple(sharded.__create_chunk_list__()[0].offsets)
-
-
 def measure_allreduce(ddp: DistributedDataParallel, every: int) -> None:
     """Make DDP measure its times in every `every`-th step. Read in torch 2.11 and 2.15."""
     ddp._set_ddp_runtime_logging_sample_rate(every)  # type: ignore[no-untyped-call]

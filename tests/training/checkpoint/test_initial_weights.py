@@ -309,8 +309,8 @@ def test_frozen_parameters_do_not_change_and_have_no_optimizer_state(start: Star
         changed = {name for name, value in weights.items() if not torch.equal(state[prefix + name], value)}
         assert changed == {"fc.weight", "fc.bias"}, "batch statistics stay too"
     assert {name for name in state if name.startswith("optimizer/")} == {
-        "optimizer/0/momentum_buffer",
-        "optimizer/1/momentum_buffer",
+        "optimizer/state/0/momentum_buffer",
+        "optimizer/state/1/momentum_buffer",
     }
 
 

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from support.trainings import Starter, Training, events, lines, slow
 from torchrelay.checkpoint_files import list_checkpoints, step_of
-from torchrelay.node_memory import available_memory_bytes, cgroup_available_bytes
+from torchrelay.node_memory import available_memory_bytes, cgroup_available_bytes, lacking_space
 
 from hpc.run.nodedir import NodeDir
 from hpc.run.rundir import RunDir
-from training.checkpoint.snapshot import lacking_space, save_newest_as_checkpoint
+from training.checkpoint.snapshot import save_newest_as_checkpoint
 from training.verify_resume.compare import compare_runs
 
 # 203 images less 41 held out: 27 steps of 6 an epoch, 54 in all. Checkpoints are at the epochs' ends.
@@ -138,10 +138,10 @@ def test_an_immediate_stop_saves_a_state_restored_from_a_snapshot(start: Starter
 
 def keep_snapshots(seconds: float) -> None:
     """In a rank: make slow steps, and remove no snapshots."""
-    from training.checkpoint import writer
+    from training.checkpoint import saver
 
     slow_steps(seconds)
-    writer.remove_newer = lambda _directory, _step: None
+    saver.remove_newer = lambda _directory, _step: None
 
 
 @pytest.fixture(scope="module")
@@ -311,9 +311,9 @@ def small_memory(tmp_path: Path) -> Iterator[Path]:
 
 def pass_the_space_check() -> None:
     """In a rank: let the memory run full after the check."""
-    from training.checkpoint import writer
+    from torchrelay.saving import state_writer
 
-    writer.lacking_space = lambda *_, **__: ""
+    state_writer.lacking_space = lambda *_, **__: ""
 
 
 @pytest.mark.parametrize("prepare", [None, pass_the_space_check])

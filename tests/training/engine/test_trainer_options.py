@@ -2,9 +2,11 @@
 
 import json
 import time
+from collections.abc import Collection
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -205,17 +207,17 @@ def test_each_step_mixes_differently_and_the_same_step_identically() -> None:
 
 def write_late(run_dir: Path) -> None:
     """In a rank: delay the write of a checkpoint until five more steps are done."""
-    from training.checkpoint.host_copy import HostCopy
+    from torchrelay.saving.tensor_files import Image
 
-    write = HostCopy.write
+    write = Image.write
 
-    def slow_write(copy: HostCopy, directory: Path, **how: bool) -> None:
-        saved = int(directory.name.split("-")[1].split(".")[0])
+    def slow_write(image: Image, file: Path, names: Collection[str]) -> dict[str, Any]:
+        saved = int(file.parent.name.split("-")[1].split(".")[0])
         while saved < 30 and not any(line["step"] >= saved + 5 for line in lines(run_dir / "metrics/train.jsonl")):
             time.sleep(0.01)
-        write(copy, directory, **how)
+        return write(image, file, names)
 
-    HostCopy.write = slow_write  # type: ignore[method-assign]
+    Image.write = slow_write  # type: ignore[method-assign]
 
 
 def test_steps_during_the_write_of_a_checkpoint_do_not_change_it(start: Starter) -> None:

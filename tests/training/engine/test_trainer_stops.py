@@ -243,9 +243,9 @@ def test_a_torn_newest_checkpoint_is_skipped_with_a_warning(start: Starter) -> N
 
 def fail_to_save_after(step: int) -> None:
     """In a rank: fail to write the first checkpoint after a step, as on a full disk."""
-    from training.checkpoint import writer
+    from torchrelay.saving import state_writer
 
-    save = writer.save_checkpoint
+    save = state_writer.save_checkpoint
     failed: list[int] = []
 
     def save_or_fail(directory: Path, at: int, *arguments: Any, **options: Any) -> Path:
@@ -254,7 +254,7 @@ def fail_to_save_after(step: int) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
         return save(directory, at, *arguments, **options)
 
-    writer.save_checkpoint = save_or_fail
+    state_writer.save_checkpoint = save_or_fail
 
 
 def test_a_stop_retries_a_failed_checkpoint(start: Starter) -> None:

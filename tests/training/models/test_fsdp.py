@@ -5,18 +5,21 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.trainings import Starter, Training, events, final, lines, losses, same, slow
 from torch import Tensor
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torchrelay.checkpoint_files import describe_file, list_checkpoints, step_of
-from training.checkpoint.sharded import read_full
+from torchrelay.saving.objects import capture
+from torchrelay.saving.restoring import read_state
 
 from hpc.base.errors import UserError
 from hpc.run.nodedir import NodeDir
@@ -95,7 +98,24 @@ def test_each_rank_holds_and_saves_its_part(start: Starter) -> None:
     assert sum(held) == pytest.approx(3 * weights, rel=1e-3)
     assert max(held) < 1.1 * weights
     assert {path.name for path in newest(run).iterdir()} == {*(f.name for f in files), "state.json", "manifest.json"}
-    assert same({name: read_full(newest(run))[f"model/{name}"] for name in final(run)}, final(run))
+    assert same({name: read_state(newest(run))[0][f"model/{name}"] for name in final(run)}, final(run))
+
+
+def loaded_by_torch(checkpoint: Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint as torch's own distributed checkpoints read them."""
+    whole = {name: torch.full_like(value, 7) for name, value in read_state(checkpoint)[0].items()}
+    with pytest.warns(UserWarning, match="intent is to load in a single process"):
+        dcp.load(whole, storage_reader=HuggingFaceStorageReader(str(checkpoint)))
+    return whole
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_torch_reads_a_checkpoint_without_torchrelay(start: Starter, strategy: str) -> None:
+    flags = ("--optimizer=adamw", "--lr=0.001", "--model=resnet20", "--amp=bf16", f"--strategy={strategy}")
+    run = start.complete(*FLAGS, *flags, world_size=2).run_dir
+    loaded = loaded_by_torch(newest(run))
+    assert same({name: loaded[f"model/{name}"] for name in final(run)}, final(run))
+    assert same(loaded, read_state(newest(run))[0])
 
 
 @pytest.fixture(scope="module")
@@ -140,12 +160,9 @@ def test_one_rank_gets_all_that_three_have_saved(start: Starter, group: ProcessG
     trainer.stepper.warm_up(trainer.data.channels, trainer.data.size)
     trainer.resume()
     trainer.logger.close()
-    held = {
-        name: value.full_tensor() if hasattr(value, "full_tensor") else value
-        for name, value in trainer.state.state_dict()[0].items()
-    }
+    held = {name: part.tensor for name, part in capture(trainer.state.objects, STEPS, group).parts.items()}
     assert {name.split("/")[0] for name in held} == {"model", "optimizer", "loss_meter"}
-    assert same(held, read_full(newest(run)))
+    assert same(held, read_state(newest(run))[0])
     assert trainer.state.progress.step == STEPS
 
 
@@ -174,17 +191,17 @@ def test_a_damaged_part_makes_a_checkpoint_useless_and_the_one_before_is_taken(s
 
 def no_room_on_rank_1() -> None:
     """In a rank: another one's disk is full, until it is told to stop."""
+    from torchrelay.saving.tensor_files import Image
     from torchrelay.stop_signals import signals
-    from training.checkpoint.host_copy import HostCopy
 
-    write = HostCopy.write
+    write = Image.write
 
-    def full(copy: HostCopy, directory: Path, *, replicated: bool = True) -> None:
+    def full(image: Image, file: Path, names: Collection[str]) -> dict[str, Any]:
         if os.environ["RANK"] == "1" and not signals.received():
             raise OSError(28, "No space left on device")
-        write(copy, directory, replicated=replicated)
+        return write(image, file, names)
 
-    HostCopy.write = full  # type: ignore[method-assign]
+    Image.write = full  # type: ignore[method-assign]
 
 
 def test_what_one_rank_cannot_write_is_no_checkpoint_and_all_know(start: Starter) -> None:
@@ -302,6 +319,7 @@ def test_an_agent_saves_all_parts_as_a_checkpoint(start: Starter, cut: Training,
     assert step is not None
     assert step > 3
     assert step_of(newest(cut.run_dir)) == step
+    assert same(loaded_by_torch(newest(cut.run_dir)), read_state(newest(cut.run_dir))[0])
     again = start.complete(*LONGER, world_size=2)
     started = events(again.run_dir, "train_started")[1]
     assert (started["source"], started["step"]) == ("checkpoint", step)
@@ -402,22 +420,6 @@ def test_a_copy_replaces_a_damaged_shard(start: Starter, nodes: Path) -> None:
     assert same(final(again.run_dir), final(whole.run_dir))
 
 
-def full_memory(nodes: Path) -> None:
-    """In a rank: no node can take the shards of others."""
-    from training.checkpoint import shard_copies
-
-    own_node(nodes)
-    shard_copies.lacking_space = lambda *_, **__: "no room"  # type: ignore[attr-defined]  # imported there
-
-
-def test_without_memory_for_the_shards_of_others_the_checkpoint_is_taken(start: Starter, nodes: Path) -> None:
-    empty(nodes / "1")
-    stopped = start(*LONGER, "--fault=stop@6:0", world_size=3, prepare=partial(full_memory, nodes))
-    assert stopped.wait() == [0, 0, 0], stopped.output()
-    assert newest_before(stopped, 1) == "step-00000003"
-    assert "is not used: rank 1: no room" in stopped.output()
-
-
 def test_two_lost_nodes_cost_the_steps_since_the_checkpoint(start: Starter, nodes: Path) -> None:
     empty(nodes / "1")
     empty(nodes / "2")
@@ -440,61 +442,67 @@ def killed_on_two_nodes(start: Starter, nodes: Path, prepare: Callable[[Path], N
 
 def no_room_for_copies_on_node_1(nodes: Path) -> None:
     """In a rank: node 1 would keep more copies than its memory can hold."""
-    from training.checkpoint.shard_copies import ShardCopies
+    from torchrelay.saving.neighbour_copies import NeighbourCopies
 
     own_node(nodes)
     if os.environ["RANK"] == "1":
-        ShardCopies.held_by_node = property(lambda _: 10**12)  # type: ignore[assignment,method-assign]
+        NeighbourCopies.missing_bytes = lambda *_: 10**15  # type: ignore[method-assign]
 
 
 def no_files_for_copies_on_node_1(nodes: Path) -> None:
     """In a rank: node 1 cannot make the files into which it receives copies."""
-    from training.checkpoint.snapshot_files import SnapshotFiles
+    from torchrelay.saving.snapshot_files import SnapshotFiles
+    from torchrelay.saving.tensor_files import Image
 
-    def fail(*_: object) -> Tensor:
-        raise OSError(28, "No space left on device")
+    make = SnapshotFiles.image
+
+    def image(files: SnapshotFiles, size_bytes: int) -> Image:
+        if files.directory.name == "shard-00000-of-00002":
+            raise OSError(28, "No space left on device")
+        return make(files, size_bytes)
 
     own_node(nodes)
     if os.environ["RANK"] == "1":
-        SnapshotFiles.for_bytes = fail  # type: ignore[method-assign]
+        SnapshotFiles.image = image  # type: ignore[method-assign]
 
 
-def test_a_node_that_cannot_receive_copies_does_not_hinder_the_others(start: Starter, tmp_path: Path) -> None:
-    cut = killed_on_two_nodes(start, tmp_path, no_files_for_copies_on_node_1)
-    assert held(tmp_path) == {"0": {0, 1}, "1": {1}}
-    warning = "warning: snapshots have no copies on other nodes (rank 1: [Errno 28] No space left on device)"
-    assert cut.output().count(warning) == 1, cut.output()
+@pytest.mark.parametrize(
+    ("prepare", "copies", "reason"),
+    [
+        (no_files_for_copies_on_node_1, {0, 1}, "rank 1: [Errno 28] No space left on device"),
+        (no_room_for_copies_on_node_1, {0}, "and snapshots need 1,000,000,"),
+    ],
+)
+def test_a_node_that_cannot_receive_copies_does_not_hinder_the_others(
+    start: Starter, tmp_path: Path, prepare: Callable[[Path], None], copies: set[int], reason: str
+) -> None:
+    cut = killed_on_two_nodes(start, tmp_path, prepare)
+    assert held(tmp_path) == {"0": copies, "1": {1}}
+    assert cut.output().count("warning: snapshots have no copies on other nodes (") == 1, cut.output()
+    assert reason in cut.output()
 
 
 def ask_for_memory(nodes: Path) -> None:
     """In a rank: write down for how much memory it asks."""
-    from training.checkpoint import writer
+    from torchrelay.saving import state_writer
 
     own_node(nodes)
-    lacking_space = writer.lacking_space
+    lacking_space = state_writer.lacking_space
 
-    def lacking(directory: Path, size_bytes: int, *, buffer_bytes: int) -> str:
+    def lacking(directory: Path, size_bytes: int) -> str:
         with (nodes / f"asked-{os.environ['RANK']}.jsonl").open("a") as file:
-            file.write(json.dumps([size_bytes, buffer_bytes]) + "\n")
-        return lacking_space(directory, size_bytes, buffer_bytes=buffer_bytes)
+            file.write(f"{size_bytes}\n")
+        return lacking_space(directory, size_bytes)
 
-    writer.lacking_space = lacking
+    state_writer.lacking_space = lacking
 
 
 def test_memory_that_a_rank_has_is_not_asked_for_again(start: Starter, tmp_path: Path) -> None:
     killed_on_two_nodes(start, tmp_path, ask_for_memory)
-    asked = lines(tmp_path / "asked-0.jsonl")
-    shard = asked[0][0] / 6
-    # Each rank has two shards, its own and a copy, with three files for each. They are made one after the other.
-    assert [size / shard for size, _ in asked[:5]] == [6, 4, 2, 0, 0]
-    assert {buffer for _, buffer in asked} == {0}, "only the memory from which a GPU's state is written is a buffer"
-
-
-def test_without_memory_for_copies_each_node_keeps_its_own_shards(start: Starter, tmp_path: Path) -> None:
-    cut = killed_on_two_nodes(start, tmp_path, no_room_for_copies_on_node_1)
-    assert held(tmp_path) == {"0": {0}, "1": {1}}
-    assert cut.output().count("warning: snapshots have no copies on other nodes (rank 1: ") == 1, cut.output()
-    assert "and snapshots need" in cut.output()
+    asked = [int(line) for line in (tmp_path / "asked-0.jsonl").read_text().split()]
+    shard = asked[0] / 2
+    # Each node has two shards, its own and a copy, with two files for each, which are made one after the other.
+    assert [round(size / shard, 1) for size in asked] == [2, 4, 1, 2]
 
 
 @pytest.mark.slow
@@ -543,9 +551,9 @@ def uneven_nodes() -> None:
 def test_shards_within_nodes_train_as_shards_over_all_of_them(start: Starter, on_nodes: Path) -> None:
     assert losses(start.complete(*FSDP, *CLIPPED, world_size=4).run_dir) == pytest.approx(losses(on_nodes), rel=2e-5)
     # The second node's ranks hold the same shards, and write none.
-    files = [set(load_file(newest(on_nodes) / f"state-{rank:05d}-of-00004.safetensors")) for rank in range(4)]
-    assert files[0] > files[1] > set()
-    assert files[2] == files[3] == set()
+    files = sorted(newest(on_nodes).glob("*.safetensors"))
+    assert [file.name for file in files] == [f"state-0000{rank}-of-00004.safetensors" for rank in range(2)]
+    assert set(load_file(files[0])) > set(load_file(files[1])) > set()
 
 
 @pytest.mark.slow

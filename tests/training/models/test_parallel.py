@@ -12,7 +12,7 @@ from torch._inductor import config as inductor
 from torch._inductor.exc import GPUTooOldForTriton, TritonMissing
 from torch.nn.parallel import DistributedDataParallel
 from torchrelay.checkpoint_files import list_checkpoints
-from training.checkpoint.sharded import read_full
+from torchrelay.saving.restoring import read_state
 
 from training.config.train_config import TrainConfig
 from training.engine.trainer import Trainer
@@ -84,7 +84,7 @@ def test_a_broadcast_of_batch_statistics_in_each_step_would_change_no_bit(start:
         start.complete(*flags, run=name, world_size=2, prepare=prepare).run_dir
         for name, prepare in (("without", None), ("with", broadcast_in_each_step))
     ]
-    [without, with_it] = [read_full(list_checkpoints(run / "checkpoints")[0]) for run in runs]
+    [without, with_it] = [read_state(list_checkpoints(run / "checkpoints")[0])[0] for run in runs]
     assert without.keys() == with_it.keys()
     assert [name for name in without if not torch.equal(without[name], with_it[name])] == []
     [one, other] = [lines(run / "metrics" / "eval.jsonl") for run in runs]

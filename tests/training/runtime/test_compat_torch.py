@@ -21,7 +21,7 @@ from training.runtime import compat
 @pytest.mark.parametrize(
     ("owner", "name", "use"),
     [
-        (torch, "_foreach_copy_", "a state could not be copied in one go"),
+        (torch, "_foreach_copy_", "--ema-decay could not copy the counts of batches"),
         (torch, "_foreach_lerp_", "--ema-decay could not average"),
         (GradScaler("cpu"), "_scale", "saving with --amp fp16 would wait for the GPU"),
         (GradScaler("cpu"), "_growth_tracker", "saving with --amp fp16 would wait for the GPU"),

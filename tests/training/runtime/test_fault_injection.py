@@ -76,12 +76,12 @@ def test_a_rank_that_leaves_without_a_word_ends_the_others(start: Starter) -> No
 
 def write_forever() -> None:
     """In a rank: a disk that does not answer."""
-    from training.checkpoint import writer
+    from torchrelay.saving import state_writer
 
     def hang(*_arguments: object, **_options: object) -> None:
         time.sleep(600)
 
-    writer.save_checkpoint = hang  # type: ignore[assignment]
+    state_writer.save_checkpoint = hang  # type: ignore[assignment]
 
 
 # Ranks wait for each other in many places; and rank 0 has a thread of its own that writes.

@@ -12,6 +12,7 @@ import torch
 from support.cluster import ROOT
 from support.trainings import Starter
 from torch import Tensor, distributed
+from torchrelay import rank_exchange
 
 from hpc.base.transport import pick_port
 from training.runtime.process_group import connect, disconnect
@@ -67,15 +68,13 @@ def sent_tensors() -> dict[str, Tensor]:
 
 def exchange() -> None:
     """In a rank: have the values of all, and receive the tensors of rank 1 in buckets of 64 bytes."""
-    from training.runtime import process_group
-
-    process_group._BUCKET_BYTES = 64  # noqa: SLF001
+    rank_exchange._BUCKET_BYTES = 64  # noqa: SLF001
     group, sent, sizes = connect(rank_info_from(os.environ)), sent_tensors(), list[int]()
     assert group.all_gather_json(VALUES[group.rank]) == VALUES
     broadcast = distributed.broadcast
 
     def measure(tensor: Tensor, source: int, **options: Any) -> Any:
-        sizes.append(0 if options else tensor.nbytes)
+        sizes.append(tensor.nbytes)
         return broadcast(tensor, source, **options)
 
     distributed.broadcast = measure
@@ -86,7 +85,7 @@ def exchange() -> None:
         assert (received[name].dtype, received[name].shape) == (value.dtype, value.shape), name
         same = torch.equal(received[name].contiguous().flatten().view(torch.uint8), value.flatten().view(torch.uint8))
         assert same, name
-    *buckets, largest = sorted(sizes)
+    *buckets, largest = sorted(sizes[2:])  # without names, shapes and dtypes, and the size of these
     assert largest == sent["weights"].nbytes
     assert all(size <= 64 for size in buckets)
     sys.exit(0)

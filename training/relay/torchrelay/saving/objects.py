@@ -15,8 +15,8 @@ from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from ..rank_exchange import RankGroup
-from .shards import Part, part_of
-from .tensor_files import Layout, has_name
+from .shards import Part, is_sharded, part_of
+from .tensor_files import TensorLayout, has_name
 from .values import deserialized, join, random_states, restore_random, serialized, split
 
 if TYPE_CHECKING:
@@ -49,9 +49,9 @@ class Captured:
     """For each rank, the number of the shard that it holds; all 0 if each holds the whole state."""
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> TensorLayout:
         """The layout of the file for what this rank holds."""
-        return Layout.of(self.parts)
+        return TensorLayout.of(self.parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ def capture(objects: Objects, step: int, peers: RankGroup) -> Captured:
     tensors: dict[str, Tensor] = {}
     values = {name: _split(name, each, tensors) for name, each in objects.shared.items()}
     parts = {name: _part(name, value) for name, value in tensors.items()}
-    parts |= _buffers_of_rank_zero(objects, parts, peers)
+    parts |= _buffers_of_rank_zero(objects, tensors, parts, peers)
     data = _serialized_own(objects) if objects.own else b""
     held = _Held.of(parts)
     every = peers.all_gather_bytes(held.digest + data)
@@ -167,13 +167,15 @@ def _part(name: str, value: Any) -> Part:
     return part
 
 
-def _buffers_of_rank_zero(objects: Objects, parts: Mapping[str, Part], peers: RankGroup) -> dict[str, Part]:
+def _buffers_of_rank_zero(
+    objects: Objects, tensors: Mapping[str, Tensor], parts: Mapping[str, Part], peers: RankGroup
+) -> dict[str, Part]:
     """Return the modules' buffers with rank 0's content. Batch statistics differ by rank, and DDP uses rank 0's."""
     from torch import nn
 
     modules = {name: each for name, each in objects.shared.items() if isinstance(each, nn.Module)}
     names = [f"{name}/{key}" for name, module in modules.items() for key, _ in module.named_buffers()]
-    buffers = {name: parts[name] for name in names if name in parts and parts[name].block.is_whole}
+    buffers = {name: parts[name] for name in names if name in parts and not is_sharded(tensors[name])}
     copies = peers.broadcast_copies({name: part.tensor for name, part in buffers.items()})
     return {name: Part(tensor=copies[name], block=part.block) for name, part in buffers.items()}
 
@@ -266,10 +268,12 @@ def _memory_for(one: Saveable) -> Callable[[str, Tensor], Tensor]:
     if isinstance(one, nn.Module | _Fsdp1):
         present: dict[str, Tensor] = {}
         split("", one.state_dict(), present)
-        by_name = {_plain_name(name.removeprefix("/")): tensor for name, tensor in present.items()}
+        named = {name.removeprefix("/"): tensor for name, tensor in present.items()}
+        plain = _plain_names(named)
+        by_name = {plain(name): tensor for name, tensor in named.items()}
 
         def of_module(name: str, like: Tensor) -> Tensor:
-            tensor = by_name.get(_plain_name(name))
+            tensor = by_name.get(plain(name))
             return new(name, like) if tensor is None or tensor.shape != like.shape else tensor
 
         return of_module
@@ -294,6 +298,11 @@ def _plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in {"_orig_mod", "module"})
 
 
+def _plain_names(*states: Collection[str]) -> Callable[[str], str]:
+    """Return `_plain_name`, unless two names of a state would then be equal: else, a function that changes none."""
+    return _plain_name if all(len(set(map(_plain_name, names))) == len(names) for names in states) else str
+
+
 def _named_as(one: Saveable, state: dict[str, Any]) -> dict[str, Any]:
     """Return a module's state with the names of the present one, if only wrappers differ."""
     from torch import nn
@@ -302,10 +311,9 @@ def _named_as(one: Saveable, state: dict[str, Any]) -> dict[str, Any]:
         return state
     # The present state also has the modules' versions. Some modules of torchvision refuse a state without versions.
     present = one.state_dict()
-    names = {_plain_name(name): name for name in present}
-    if len(names) < len(present):
-        names = {}
-    named = {names.get(_plain_name(name), name): value for name, value in state.items()}
+    plain = _plain_names(present, state)
+    names = {plain(name): name for name in present}
+    named = {names.get(plain(name), name): value for name, value in state.items()}
     present.clear()
     present.update(named)
     return present

@@ -63,17 +63,26 @@ def shard_directory(snapshots: Path, index: int, count: int) -> Path:
     return snapshots if count == 1 else snapshots / f"shard-{index:05d}-of-{count:05d}"
 
 
-def list_shards(snapshots: Path) -> list[Shard]:
-    """Return the intact snapshots in a node's memory. The directory need not exist."""
+def list_shards(snapshots: Path, damaged: Callable[[Path, str], object] = lambda _path, _reason: None) -> list[Shard]:
+    """Return the intact snapshots in a node's memory. `damaged` is called for each other one, with the reason.
+
+    The directory need not exist.
+    """
     found = list[Shard]()
     for directory in (snapshots, *snapshots.glob("shard-*")):
         name = _SHARD.fullmatch(directory.name)
         index, count = map(int, name.groups()) if name else (0, 1)
         for path in list_checkpoints(directory):
-            with suppress(OSError, ValueError, KeyError):  # somebody removes it, or its values are damaged
-                attempt = json.loads((path / STATE_VALUES).read_bytes())["attempt"]
-                if not find_damage(path):
-                    found.append(Shard(step=step_of(path), attempt=attempt, count=count, index=index, path=path))
+            try:
+                reason, values = find_damage(path), json.loads((path / STATE_VALUES).read_bytes())
+                if values.get("format") != FORMAT:
+                    reason = f"it has format {values.get('format')} instead of {FORMAT}"
+            except (OSError, ValueError) as error:  # somebody removes it, or it is of another version
+                reason, values = str(error), {}
+            if reason:
+                damaged(path, reason)
+            else:
+                found.append(Shard(step=step_of(path), attempt=values["attempt"], count=count, index=index, path=path))
     return found
 
 
@@ -131,11 +140,14 @@ class Restorer:
             OSError: a checkpoint cannot be read, but may be intact.
             RuntimeError: no state is usable, but tensors were already loaded from one.
         """
-        mine = list[Shard]()
+        mine, damaged = list[Shard](), dict[str, str]()
         if self.snapshots and self.peers.local_rank == 0:
             for directory in (self.snapshots, *self.snapshots.glob("shard-*")):
                 remove_unpublished(directory, "step-*")
-            mine = list_shards(self.snapshots)
+            mine = list_shards(self.snapshots, lambda path, reason: damaged.update({str(path): reason}))
+        for path, reason in (one for each in self.peers.all_gather_json(damaged) for one in each.items()):
+            if self.peers.is_rank_zero:
+                self.discarded(Candidate(step=step_of(Path(path)), durable=False, path=Path(path)), reason)
         candidates = self._candidates(mine)
         while candidates and not self._is_usable(candidates[-1], mine):
             candidates.pop()

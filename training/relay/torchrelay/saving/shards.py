@@ -53,6 +53,11 @@ class Part:
     block: Block
 
 
+def is_sharded(value: Any) -> bool:
+    """Return whether a tensor is distributed over ranks: a DTensor, or a ShardedTensor of FSDP1. All ranks agree."""
+    return hasattr(value, "to_local") or hasattr(value, "local_shards")
+
+
 def part_of(value: Any) -> Part:
     """Return what this rank holds of a tensor, which may be sharded (DTensor, or ShardedTensor of FSDP1).
 

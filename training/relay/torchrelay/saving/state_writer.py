@@ -231,8 +231,9 @@ class StateWriter:
         files, problem, has_copies = self._files, "", bool(holders.keepers)
         new = files.missing_bytes(size_bytes) if files else 0
         self.node_bytes = KEPT * size_bytes
-        reasons = _lacking(self.snapshots, new), ""
-        if holders.count > 1:
+        if holders.count == 1:
+            reasons = _lacking(self.snapshots, new), ""
+        else:
             sizes = self.peers.all_gather_json(size_bytes)
             copied = self._copies.missing_bytes(holders, sizes) if self._copies else 0
             every = self.peers.all_gather_json([new, copied])

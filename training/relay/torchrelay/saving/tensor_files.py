@@ -44,7 +44,7 @@ def has_name(kind: dtype) -> bool:
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """The tensors of a file, by name, with the dtype and block of each. Two equal layouts fit the same file."""
 
     tensors: Mapping[str, tuple[dtype, Block]]
@@ -100,7 +100,7 @@ class Image:
         """Whether nothing was copied to it yet. The first copy takes longer: the kernel has to provide the memory."""
         self.tensors: dict[str, Tensor] = {}
         """The tensors of its layout by name: views of the bytes."""
-        self._layout: Layout | None = None
+        self._layout: TensorLayout | None = None
         self._inode: int | None = None
         if file is None:
             self._memory = mmap.mmap(-1, size_bytes)
@@ -124,7 +124,7 @@ class Image:
         except OSError:
             return False
 
-    def fill(self, layout: Layout, parts: Mapping[str, Part]) -> None:
+    def fill(self, layout: TensorLayout, parts: Mapping[str, Part]) -> None:
         """Copy tensors to the bytes. From a GPU, the copy is made in the current stream; the host may not wait."""
         import torch
 
@@ -145,8 +145,8 @@ class Image:
 
     def write(self, file: Path, names: Collection[str]) -> dict[str, Any]:
         """Write some of the tensors to another file, and return the manifest's entry for it. Raises OSError."""
-        layout = self._layout or Layout({})
-        chosen = Layout({name: each for name, each in layout.tensors.items() if name in names})
+        layout = self._layout or TensorLayout({})
+        chosen = TensorLayout({name: each for name, each in layout.tensors.items() if name in names})
         digest, first = hashlib.sha256(chosen.header), len(layout.header)
         with file.open("xb") as opened, memoryview(self._memory) as content:
             opened.write(chosen.header)

@@ -1,0 +1,56 @@
+"""A module's saved tensors are found again under the names that it has now."""
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+from torchrelay.rank_exchange import RankGroup
+from torchrelay.saving.objects import Objects, begin_loading, capture
+
+ALONE = RankGroup(rank=0, local_rank=0, world_size=1, control=None)
+
+
+def load(saved: nn.Module, into: nn.Module) -> None:
+    captured = capture(Objects(shared={"model": saved}), 1, ALONE)
+    wholes = {name: part.tensor.to("meta") for name, part in captured.parts.items()}
+    loading = begin_loading(Objects(shared={"model": into}), captured.values, b"", wholes)
+    with torch.no_grad():
+        for name, part in loading.parts.items():
+            part.tensor.copy_(captured.parts[name].tensor)
+    loading.finish()
+
+
+def filled(model: nn.Module, first: int) -> nn.Module:
+    for number, parameter in enumerate(model.parameters(), first):
+        nn.init.constant_(parameter, number)
+    return model
+
+
+def wrapped(model: nn.Module, name: str = "module") -> nn.Module:
+    """As DDP, torch.compile (`_orig_mod`), or a module with this name for another do."""
+    return nn.Sequential(OrderedDict({name: model}))
+
+
+class Two(nn.Module):
+    """Has two parameters whose names differ by that of a wrapper alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, 2))
+        self.module = nn.Linear(2, 2, bias=False)
+
+
+@pytest.mark.parametrize(("saved", "into"), [("", "module"), ("_orig_mod", "module"), ("module", "")])
+def test_wrappers_may_come_and_go(saved: str, into: str) -> None:
+    one, other = (wrapped(nn.Linear(2, 2), name) if name else nn.Linear(2, 2) for name in (saved, into))
+    load(filled(one, 3), other)
+    assert all(map(torch.equal, other.parameters(), one.parameters()))
+
+
+def test_names_that_differ_by_a_wrapper_alone_are_not_mixed_up() -> None:
+    one, other = filled(Two(), 3), Two()
+    load(one, other)
+    assert [float(parameter.detach()[0, 0]) for parameter in other.parameters()] == [3, 4]
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*module\.weight"):
+        load(one, nn.Linear(2, 2, bias=False))
