@@ -167,7 +167,7 @@ def rows_of(case: Case, count: int) -> list[Row]:
         trainer.saver.clear()
         writer = script_writer(group, Path(memory) / "script")
         script = times_of("script", lambda: next(steps), by_script(state.model, state.optimizer, writer), count)
-        size_bytes = writer.size_bytes
+        size_bytes = bytes_of(state.model, state.optimizer, group)
         shutil.rmtree(Path(memory) / "script")
         rival = times_of("async_save", lambda: next(steps), by_torch(state.model, state.optimizer, Path(memory)), count)
         trainer.logger.close()
@@ -184,6 +184,11 @@ def by_classifier(trainer: Trainer) -> Save:
         return trainer.saver.writer.wait
 
     return save
+
+
+def bytes_of(model: nn.Module, optimizer: Optimizer, peers: RankGroup) -> int:
+    """Return the bytes of what this rank holds. All ranks must call this."""
+    return capture(Objects.of_script({"model": model, "optimizer": optimizer}), 0, peers).layout.size_bytes
 
 
 def described(model: str, ranks: int, size_bytes: int) -> Row:
@@ -239,12 +244,13 @@ def sharded_rank(rank: int, place: Mapping[str, str], memory: Path, options: Opt
 
     writer = script_writer(peers, memory / f"node-{rank}")
     script = times_of("script", begin_together, by_script(model, optimizer, writer), options.snapshots)
+    size_bytes = bytes_of(model, optimizer, peers)
     distributed.barrier()
     shutil.rmtree(memory / f"node-{rank}")
     rival = times_of("async_save", begin_together, by_torch(model, optimizer, memory / "torch"), options.snapshots)
     if rank == 0:
         name = f"transformer, {sum(each.numel() for each in model.parameters()) / 1e6:.0f} M, FSDP2"
-        rows = [{**described(name, world_size, writer.size_bytes), **row} for row in (script, rival)]
+        rows = [{**described(name, world_size, size_bytes), **row} for row in (script, rival)]
         (memory / "rows.json").write_text(json.dumps(rows))
     distributed.destroy_process_group()
 
