@@ -136,6 +136,9 @@ class Owner:
         """Fail."""
         raise RuntimeError(f"step {step}: {reason}")
 
+    def snapshot_saved(self, step: int, node_bytes: int) -> None:
+        """Do nothing."""
+
     def snapshots_off(self, reason: str) -> None:
         """Fail."""
         raise RuntimeError(reason)
