@@ -13,7 +13,7 @@ copies, which async_save does not. The table has medians, for rank 0:
 - copy: milliseconds in which this machine copies as many bytes in memory, for comparison;
 - every: seconds between two snapshots of the classifier with `--snapshot-every auto`.
 
-Takes two minutes on two cores that nobody else uses.
+Takes some minutes on two cores that nobody else uses.
 """
 
 import json
