@@ -193,12 +193,36 @@ def test_the_snapshot_of_any_node_holds_the_whole_state(start: Starter, tmp_path
     assert steps_of(NodeDir(nodes / "0")) == steps_of(NodeDir(nodes / "1")) == []
 
 
-def test_a_damaged_snapshot_is_skipped(start: Starter, cut: Training, node: NodeDir) -> None:
-    newest, older, *_ = list_checkpoints(node.snapshots)
-    state = newest / "state.safetensors"
+def tear(snapshot: Path) -> None:
+    state = snapshot / "state.safetensors"
     state.write_bytes(state.read_bytes()[:-1])
+
+
+def remove_values(snapshot: Path) -> None:
+    (snapshot / "state.json").unlink()
+
+
+def write_another_format(snapshot: Path) -> None:
+    values = snapshot / "state.json"
+    values.write_text(values.read_text().replace('"format": 1', '"format": 0'))
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (tear, "state.safetensors is not as it was written"),
+        (remove_values, "[Errno 2] No such file or directory"),
+        (write_another_format, "it has format 0 instead of 1"),
+    ],
+)
+def test_a_damaged_snapshot_is_skipped(
+    start: Starter, cut: Training, node: NodeDir, damage: Callable[[Path], None], reason: str
+) -> None:
+    newest, older, *_ = list_checkpoints(node.snapshots)
+    damage(newest)
     resumed = resume(start, node)
-    assert f"warning: snapshot {newest} is not used: state.safetensors is not as it was written" in resumed.output()
+    assert f"warning: snapshot {newest} is not used: {reason}" in resumed.output()
+    assert events(cut.run_dir, "checkpoint_rejected")[0]["path"] == str(newest)
     assert events(cut.run_dir, "train_started")[1]["restored_from"] == older.name
 
 
