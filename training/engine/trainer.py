@@ -372,6 +372,7 @@ class Trainer:
         if self.ended:
             step = self.state.progress.step
             self.console.print(f"the training ends early, after step {step}: {self.early_stopping.message(self.ended)}")
+        self.save()  # an attempt that was killed at its end may have left the last step as a snapshot alone
         try:
             self.validator.complete(self.before_batch, self.ended)
         except TorchrelayError:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from support.trainings import Starter, Training, events, lines, slow
+from torchrelay import node_memory
 from torchrelay.checkpoint_files import list_checkpoints, step_of
 from torchrelay.node_memory import available_memory_bytes, cgroup_available_bytes, lacking_space
 
@@ -193,12 +194,36 @@ def test_the_snapshot_of_any_node_holds_the_whole_state(start: Starter, tmp_path
     assert steps_of(NodeDir(nodes / "0")) == steps_of(NodeDir(nodes / "1")) == []
 
 
-def test_a_damaged_snapshot_is_skipped(start: Starter, cut: Training, node: NodeDir) -> None:
-    newest, older, *_ = list_checkpoints(node.snapshots)
-    state = newest / "state.safetensors"
+def tear(snapshot: Path) -> None:
+    state = snapshot / "state.safetensors"
     state.write_bytes(state.read_bytes()[:-1])
+
+
+def remove_values(snapshot: Path) -> None:
+    (snapshot / "state.json").unlink()
+
+
+def write_another_format(snapshot: Path) -> None:
+    values = snapshot / "state.json"
+    values.write_text(values.read_text().replace('"format": 1', '"format": 0'))
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (tear, "state.safetensors is not as it was written"),
+        (remove_values, "[Errno 2] No such file or directory"),
+        (write_another_format, "it has format 0 instead of 1"),
+    ],
+)
+def test_a_damaged_snapshot_is_skipped(
+    start: Starter, cut: Training, node: NodeDir, damage: Callable[[Path], None], reason: str
+) -> None:
+    newest, older, *_ = list_checkpoints(node.snapshots)
+    damage(newest)
     resumed = resume(start, node)
-    assert f"warning: snapshot {newest} is not used: state.safetensors is not as it was written" in resumed.output()
+    assert f"warning: snapshot {newest} is not used: {reason}" in resumed.output()
+    assert events(cut.run_dir, "checkpoint_rejected")[0]["path"] == str(newest)
     assert events(cut.run_dir, "train_started")[1]["restored_from"] == older.name
 
 
@@ -329,12 +354,13 @@ def test_without_memory_for_snapshots_the_training_goes_on_with_a_warning(
     assert left == [], "half a snapshot is left"
 
 
-def test_lacking_space_is_found_before_writing(tmp_path: Path) -> None:
-    assert lacking_space(tmp_path, 1000, buffer_bytes=1000) == ""
+def test_lacking_space_is_found_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert lacking_space(tmp_path, 1000) == ""
     free = shutil.disk_usage(tmp_path).free
-    assert lacking_space(tmp_path, 2 * free, buffer_bytes=0).startswith(f"{tmp_path} has ")
-    assert "free, and snapshots need" in lacking_space(tmp_path, 2 * free, buffer_bytes=0)
-    assert "of memory are available" in lacking_space(tmp_path, 1000, buffer_bytes=10**15)
+    assert lacking_space(tmp_path, 2 * free).startswith(f"{tmp_path} has ")
+    assert "free, and snapshots need" in lacking_space(tmp_path, 2 * free)
+    monkeypatch.setattr(node_memory, "available_memory_bytes", lambda: 999)
+    assert lacking_space(tmp_path, 1000).startswith("0.0 MB of memory are available")
 
 
 def make_group(path: Path, **values: object) -> None:

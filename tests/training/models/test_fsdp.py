@@ -414,6 +414,7 @@ def test_a_copy_replaces_a_damaged_shard(start: Starter, nodes: Path) -> None:
     for path in list_checkpoints(nodes / "1" / "snapshots" / "shard-00001-of-00003"):
         next(path.glob("*.safetensors")).unlink()
     again = start.complete(*LONGER, world_size=3, prepare=partial(own_node, nodes))
+    assert f"{nodes}/1/snapshots/shard-00001-of-00003/step-" in again.output(), "rank 0 says what is damaged on node 1"
     started = events(again.run_dir, "train_started")[1]
     assert started["source"] == "snapshot"
     assert started["step"] > 3

@@ -179,7 +179,7 @@ def test_a_different_state_or_history_is_found_and_named(two_runs: tuple[RunDir,
     one, other = two_runs
     path = list_checkpoints(other.checkpoints)[0] / "state.json"
     state = json.loads(path.read_text())
-    state["progress"]["samples_seen"] += 1
+    state["objects"]["progress"]["samples_seen"] += 1
     path.write_text(json.dumps(state))
     lines = other.eval_metrics.read_text().splitlines(keepends=True)
     other.eval_metrics.write_text("".join(lines[:-1]))

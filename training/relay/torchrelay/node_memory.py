@@ -20,8 +20,8 @@ def available_memory_bytes() -> int:
     return min([available, *cgroup_available_bytes(Path("/proc/self/cgroup").read_text(), Path("/sys/fs/cgroup"))])
 
 
-def lacking_space(directory: Path, size_bytes: int, *, buffer_bytes: int = 0) -> str:
-    """Return why a node's memory cannot take this much more in a directory, and buffers; an empty text if it can.
+def lacking_space(directory: Path, size_bytes: int) -> str:
+    """Return why a node's memory cannot take this much more in a directory; an empty text if it can.
 
     Raises:
         OSError: the directory cannot be read.
@@ -30,9 +30,9 @@ def lacking_space(directory: Path, size_bytes: int, *, buffer_bytes: int = 0) ->
     free = disk.f_bavail * disk.f_frsize
     if free < size_bytes:
         return f"{directory} has {_in_megabytes(free)} free, and snapshots need {_in_megabytes(size_bytes)} more"
-    available, needed = available_memory_bytes(), size_bytes + buffer_bytes
-    if available < needed:
-        return f"{_in_megabytes(available)} of memory are available, and snapshots need {_in_megabytes(needed)}"
+    available = available_memory_bytes()
+    if available < size_bytes:
+        return f"{_in_megabytes(available)} of memory are available, and snapshots need {_in_megabytes(size_bytes)}"
     return ""
 
 
