@@ -381,9 +381,15 @@ class _Content:
         """Send a shard from a rank that holds it to all others, each of which copies what it needs."""
         source = self.candidate.holders[index][0] if self.candidate.holders else 0
         tensors = self.shards[index]
-        saved = _saved(self.directories[index]) if source == self.peers.rank else {}
         shapes = {name: (kind, block.shape) for name, (kind, block) in tensors.items()}
-        for name, tensor in self.peers.broadcast_each(shapes, lambda name: read_whole(saved[name]), source):
+        saved = dict[str, list[SavedTensor]]()
+
+        def read(name: str) -> Tensor:
+            # Here, because an error of `read` is raised when the other ranks have received all.
+            saved.update(saved or _saved(self.directories[index]))
+            return read_whole(saved[name])
+
+        for name, tensor in self.peers.broadcast_each(shapes, read, source):
             self.beat()
             if name in targets:
                 copy_common(targets[name], tensor, tensors[name][1])
