@@ -70,6 +70,9 @@ class Owner:
     def checkpoint_failed(self, _step: int, reason: str) -> None:
         pytest.fail(reason)
 
+    def snapshot_saved(self, *_: object) -> None:
+        pass
+
     def snapshots_off(self, reason: str) -> None:
         pytest.fail(reason)
 

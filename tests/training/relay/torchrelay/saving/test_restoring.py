@@ -62,6 +62,9 @@ class Owner:
     def checkpoint_saved(self, *_: object) -> None:
         pass
 
+    def snapshot_saved(self, *_: object) -> None:
+        pass
+
     def failed(self, *reasons: object) -> None:
         raise AssertionError(reasons)
 
