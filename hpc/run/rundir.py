@@ -12,8 +12,6 @@ from hpc.base.files import refresh_nfs_cache
 CONFUSION, SAMPLES, CLASSES, HISTORY = "confusion.csv", "samples.json", "classes.csv", "history.csv"
 # Files in `final/` and `best/`.
 MODEL_WEIGHTS, MODEL_CARD = "model.safetensors", "model.json"
-# Files in a checkpoint of the classifier.
-STATE_TENSORS, STATE_VALUES = "state.safetensors", "state.json"
 LIBRARY = "training/relay"
 """The directory of `torchrelay` in a checkout and in the packages of a run; the ranks of all scripts search it."""
 _LONGEST_NAME = 100

@@ -10,10 +10,9 @@ from contextlib import contextmanager, suppress
 
 import pytest
 from support.cluster import ROOT, SMALL_BATCH, Run, commands, need, ranks_of, site_without_slurm
-from torchrelay.checkpoint_files import list_checkpoints
+from torchrelay.checkpoint_files import STATE_VALUES, list_checkpoints
 
 from hpc.base.kernel import children, is_alive, start_time
-from hpc.run.rundir import STATE_VALUES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 FLAGS = ("--cluster=local", "--data=data", "--nodes=1", "--gpus-per-node=1", "--cpus-per-gpu=1", *SMALL_BATCH)

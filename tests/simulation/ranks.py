@@ -14,6 +14,7 @@ from torchrelay.checkpoint_files import (
     save_snapshot,
     step_of,
 )
+from torchrelay.saving.restoring import FORMAT
 
 from hpc.base.files import append_json_line, write_json
 from hpc.base.kernel import steady_time
@@ -349,7 +350,7 @@ class Group:
 
     def _write_state(self, directory: Path) -> None:
         (directory / STATE_TENSORS).write_bytes(f"{self.attempt} {self.step}".encode())
-        write_json(directory / STATE_VALUES, {"attempt": self.attempt, "step": self.step})
+        write_json(directory / STATE_VALUES, {"format": FORMAT, "attempt": self.attempt, "step": self.step})
 
     def _complete(self) -> int | None:
         first = self.members[self.directive.members[0]]

@@ -17,14 +17,14 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
-from torchrelay.checkpoint_files import list_checkpoints
+from torchrelay.checkpoint_files import STATE_VALUES, list_checkpoints
 
 from hpc.base import program
 from hpc.base.errors import TorchrelayError, UserError
 from hpc.base.files import read_json_lines, write_json
 from hpc.run.events.history import History
 from hpc.run.events.kinds import TrainStarted
-from hpc.run.rundir import STATE_VALUES, RunDir
+from hpc.run.rundir import RunDir
 from training.config.command_line import TrainFlags, parse_flags
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.train_config import TrainConfig, check_world

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from torchrelay.checkpoint_files import checkpoint_path, find_damage, list_checkpoints, step_of
+from torchrelay.checkpoint_files import STATE_VALUES, checkpoint_path, find_damage, list_checkpoints, step_of
 
 from hpc.base import program
 from hpc.base.errors import UserError, need_classifier
@@ -23,7 +23,7 @@ from hpc.base.files import link_files
 from hpc.base.flags import POSITIONAL, Flag
 from hpc.base.text import few
 from hpc.commands import cli
-from hpc.run.rundir import MODEL_CARD, MODEL_WEIGHTS, STATE_VALUES, RunDir
+from hpc.run.rundir import MODEL_CARD, MODEL_WEIGHTS, RunDir
 from hpc.run.spec import RunSpec
 from hpc.submissions.answer import show
 from hpc.submissions.new_run import NewRun, start_run

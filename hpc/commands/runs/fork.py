@@ -12,14 +12,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
-from torchrelay.checkpoint_files import find_damage, list_checkpoints, step_of
+from torchrelay.checkpoint_files import STATE_VALUES, find_damage, list_checkpoints, step_of
 
 from hpc.base import program
 from hpc.base.errors import UserError
 from hpc.base.files import json_line, link_files, read_json_lines, write_atomic
 from hpc.base.flags import POSITIONAL, Flag
 from hpc.commands import cli
-from hpc.run.rundir import STATE_VALUES, RunDir
+from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec, program_of
 from hpc.submissions.answer import show
 from hpc.submissions.new_run import NewRun, start_run

@@ -1,4 +1,4 @@
-"""Worker processes die with their parent; of loaders that still have one: test_torchrelay_heartbeat.py, test_dataset.py."""
+"""Worker processes die with their parent (of loaders that still have one: test_torchrelay_heartbeat, test_dataset)."""
 
 import multiprocessing
 import os

@@ -20,11 +20,11 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from support.trainings import Starter, events, lines, load, make_folder
-from torchrelay.checkpoint_files import list_checkpoints
+from torchrelay.checkpoint_files import STATE_TENSORS, STATE_VALUES, list_checkpoints
 
 from hpc.base.git import git_revision
 from hpc.base.text import csv_text
-from hpc.run.rundir import STATE_TENSORS, STATE_VALUES, RunDir
+from hpc.run.rundir import RunDir
 from training.config.train_config import TrainConfig
 from training.data.in_memory import read_idx_pair
 from training.engine.loss_meter import LossMeter

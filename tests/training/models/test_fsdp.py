@@ -17,13 +17,13 @@ from support.trainings import Starter, Training, events, final, lines, losses, s
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader
-from torchrelay.checkpoint_files import describe_file, list_checkpoints, step_of
+from torchrelay.checkpoint_files import STATE_VALUES, describe_file, list_checkpoints, step_of
 from torchrelay.saving.objects import capture
 from torchrelay.saving.restoring import read_state
 
 from hpc.base.errors import UserError
 from hpc.run.nodedir import NodeDir
-from hpc.run.rundir import STATE_VALUES, RunDir
+from hpc.run.rundir import RunDir
 from training.checkpoint.snapshot import save_newest_as_checkpoint
 from training.config.train_config import Optimizer, TrainConfig
 from training.engine.launch import make_trainer
