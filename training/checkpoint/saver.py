@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torchrelay.progress_files import progress_files
-from torchrelay.saving.interval import Interval, SaveTimes
+from torchrelay.saving.interval import SaveTimes
 from torchrelay.saving.objects import capture
 from torchrelay.saving.restoring import Candidate, OtherFormatError, Restorer, remove_newer
 from torchrelay.saving.state_writer import StateWriter
@@ -18,7 +18,7 @@ from hpc.base.errors import TorchrelayError, UserError
 from hpc.run.events.kinds import CheckpointFailed, CheckpointRejected, CheckpointSaved, SnapshotOff
 from training.checkpoint.snapshot import missing_results
 from training.checkpoint.state import LOSS, TrainState
-from training.config.save_interval import parse_interval
+from training.config.save_interval import Interval, parse_interval
 from training.monitoring.run_logger import RunLogger
 from training.runtime.console import Console
 from training.runtime.process_group import ProcessGroup, SharedError
@@ -32,17 +32,15 @@ class Saver:
         config, node = context.config, context.node_dir
         self._context, self._state, self._group, self._logger = context, state, group, logger
         self._snapshot_directory = node.snapshots if node else None
-        self.checkpoints = SaveTimes(interval=parse_interval("checkpoint_every", config.checkpoint_every))
-        self.snapshots = SaveTimes(
-            interval=parse_interval("snapshot_every", config.snapshot_every) if node else Interval()
-        )
+        self.checkpoints = _times_of(parse_interval("checkpoint_every", config.checkpoint_every))
+        self.snapshots = _times_of(parse_interval("snapshot_every", config.snapshot_every) if node else Interval())
         self._warned = set[str]()
         # CUDA gives each new thread the node's first GPU, on which every rank would then take memory.
         choose_device = partial(torch.cuda.set_device, group.device) if group.device.type == "cuda" else None
         self.writer = StateWriter(
             peers=group,
             checkpoints=context.run_dir.checkpoints,
-            snapshots=self._snapshot_directory if self.snapshots.interval != Interval() else None,
+            snapshots=self._snapshot_directory if self.snapshots.steps or self.snapshots.seconds else None,
             keep=config.keep_checkpoints,
             owner=self,
             attempt=context.attempt,
@@ -211,3 +209,7 @@ class Saver:
     def _discarded(self, candidate: Candidate, reason: str) -> None:
         self._logger.console.warn(f"{candidate.source} {candidate.path} is not used: {reason}")
         self._logger.event(CheckpointRejected(path=str(candidate.path), reason=reason))
+
+
+def _times_of(interval: Interval) -> SaveTimes:
+    return SaveTimes(steps=interval.steps, seconds=interval.seconds, max_overhead=interval.max_overhead)

@@ -1,11 +1,21 @@
 """Parses --checkpoint-every and --snapshot-every. Pure; runs on the login node and on every rank."""
 
 import re
-
-from torchrelay.saving.interval import Interval
+from dataclasses import dataclass
 
 from hpc.base.errors import UserError
 from hpc.base.text import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """The interval between saves, in steps or seconds. With neither, nothing is saved."""
+
+    steps: int | None = None
+    seconds: float | None = None
+    max_overhead: float | None = None
+    """Largest share of the time that saving may take. If saving takes more, the interval grows; None for no limit."""
+
 
 _SECONDS_OF_UNIT = {"s": 1, "m": 60, "h": 3600}
 # Half of the 1 % that the help promises, because some costs of a snapshot cannot be measured while it is taken.

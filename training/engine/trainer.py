@@ -263,7 +263,7 @@ class Trainer:
                 end=int(is_rank_zero and self.early_stopping.out_of_time),
             ),
             # A snapshot is then late by at most a quarter of its interval, and ranks agree on a stop before the end.
-            max_interval=min(self.saver.snapshots.interval.steps or math.inf, steps_left) / 4,
+            max_interval=min(self.saver.snapshots.steps or math.inf, steps_left) / 4,
         )
         if agreed.corrupt_images:
             self.corrupt_images.share()

@@ -8,7 +8,7 @@ from typing import ClassVar, Self
 from .loop_position import Batch, LoopPosition
 from .progress_files import progress_files
 from .rank_exchange import ranks
-from .saving.interval import Interval, SaveTimes
+from .saving.interval import SaveTimes
 from .saving.objects import Objects, Saveable, capture, check_restorable
 from .saving.restoring import Restorer
 from .saving.state_writer import StateWriter
@@ -84,8 +84,8 @@ class SavedState:
         self._stops = False
         self._named = {**objects, "epochs and batches": self._position}
         self._objects = Objects(shared={})
-        self._checkpoints = SaveTimes(interval=Interval(seconds=checkpoint_seconds))
-        self._snapshots = SaveTimes(interval=Interval(seconds=snapshot_seconds or None, max_overhead=_MAX_OVERHEAD))
+        self._checkpoints = SaveTimes(seconds=checkpoint_seconds)
+        self._snapshots = SaveTimes(seconds=snapshot_seconds or None, max_overhead=_MAX_OVERHEAD)
         self._keep = keep
         self._writer: StateWriter | None = None
 
@@ -105,7 +105,7 @@ class SavedState:
         check_no_later_attempt()
         self._objects = Objects.of_script(self._named)
         check_restorable(self._objects)
-        snapshots = THIS_RANK.snapshots if self._snapshots.interval.seconds else None
+        snapshots = THIS_RANK.snapshots if self._snapshots.seconds else None
         self._writer = StateWriter(
             peers=ranks.peers, checkpoints=THIS_RANK.checkpoints, snapshots=snapshots, keep=self._keep,
             owner=_Script(), attempt=THIS_RANK.attempt,

@@ -65,8 +65,8 @@ THIS_RANK = ThisRank.find(os.environ)
 
 
 def say(text: str) -> None:
-    """Print a line to this rank's stdout."""
-    print(f"torchrelay: {text}", flush=True)
+    """Print a line to this rank's stderr: a script's stdout may be read by a program."""
+    print(f"torchrelay: {text}", file=sys.stderr, flush=True)
 
 
 def warn(text: str) -> None:

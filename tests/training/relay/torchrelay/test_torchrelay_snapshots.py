@@ -15,7 +15,7 @@ from support.trainings import run_forked
 from torch import nn
 from torchrelay.checkpoint_files import STATE_VALUES, find_damage, list_checkpoints, step_of
 from torchrelay.rank_exchange import RankGroup
-from torchrelay.saving.interval import Interval, SaveTimes
+from torchrelay.saving.interval import SaveTimes
 from torchrelay.saving.neighbour_copies import write_all
 from torchrelay.saving.objects import Objects, capture
 from torchrelay.saving.restoring import FORMAT, Restorer, read_state
@@ -165,7 +165,7 @@ def test_names_that_look_alike_are_different_tensors() -> None:
 
 
 def test_interval_grows_with_what_a_save_costs() -> None:
-    times = SaveTimes(interval=Interval(seconds=0.0, max_overhead=0.01))
+    times = SaveTimes(seconds=0.0, max_overhead=0.01)
     times.record(1)
     assert times.due_by_time(0.0)
     assert not times.due_by_time(1000.0), "100,000 s later"

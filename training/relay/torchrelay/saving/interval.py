@@ -9,21 +9,14 @@ from typing import Any
 _SENDING_SHARE = 0.1
 
 
-@dataclass(frozen=True, kw_only=True)
-class Interval:
-    """The interval between saves, in steps or seconds. With neither, nothing is saved."""
+@dataclass(kw_only=True)
+class SaveTimes:
+    """The saves of one kind. With neither an interval in steps nor one in seconds, none is due."""
 
     steps: int | None = None
     seconds: float | None = None
     max_overhead: float | None = None
     """Largest share of the time that saving may take. If saving takes more, the interval grows; None for no limit."""
-
-
-@dataclass(kw_only=True)
-class SaveTimes:
-    """The saves of one kind."""
-
-    interval: Interval
     _saved: Any = field(default=None, init=False)
     """What `record` was last called with: a step, or more; None if nothing counts as saved."""
     _saved_at: float = field(default_factory=time.monotonic, init=False)
@@ -44,17 +37,17 @@ class SaveTimes:
             cost_seconds: what the last save took from the training.
             sending_seconds: for how long it used the network.
         """
-        if self.interval.seconds is None:
+        if self.seconds is None:
             return False
-        wait = self.interval.seconds
-        if self.interval.max_overhead:
-            wait = max(wait, cost_seconds / self.interval.max_overhead, sending_seconds / _SENDING_SHARE)
+        wait = self.seconds
+        if self.max_overhead:
+            wait = max(wait, cost_seconds / self.max_overhead, sending_seconds / _SENDING_SHARE)
         return time.monotonic() - self._saved_at >= wait
 
     def due_by_step(self, step: int) -> bool:
         """Return whether a step is a multiple of the interval's steps."""
-        return self.interval.steps is not None and step % self.interval.steps == 0
+        return self.steps is not None and step % self.steps == 0
 
     def due_after(self, step: int) -> bool:
         """Return whether at least the interval's steps are done since the last save."""
-        return self.interval.steps is not None and self._saved is not None and step - self._saved >= self.interval.steps
+        return self.steps is not None and self._saved is not None and step - self._saved >= self.steps
