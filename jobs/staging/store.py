@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import xxhash
-from torchrelay.node_memory import available_memory_bytes
 
 from hpc.base.errors import TorchrelayError
 from hpc.base.files import fsync_directory, remove_abandoned, write_atomic
@@ -129,6 +128,8 @@ def available_bytes(directory: Path) -> int:
     usage = shutil.disk_usage(directory)
     free = usage.free - int(usage.total * _RESERVED_DISK_SHARE)
     if is_memory(directory):
+        from torchrelay.node_memory import available_memory_bytes  # noqa: PLC0415  # hpc submit starts without it
+
         free = min(free, int(available_memory_bytes() * _USABLE_MEMORY_SHARE))
     return max(0, free)
 
