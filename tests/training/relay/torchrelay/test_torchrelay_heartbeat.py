@@ -159,14 +159,15 @@ def test_a_real_process_that_is_aborted_in_its_imports_prints_its_stacks(idx_dat
     assert "in <module>" in output
 
 
-def load_forever() -> None:
-    """In a rank: workers that never answer."""
-    from training.data.image_folder import FolderImages
+def load_forever(started: Path) -> None:
+    """In a rank: workers that never answer. Each leaves a file in `started` once it loads."""
+    from training.data.dataset import ImageDataset
 
-    def hang(_images: FolderImages, _request: object) -> None:
+    def hang(_images: ImageDataset, _request: object) -> None:
+        (started / str(os.getpid())).touch()
         time.sleep(600)
 
-    FolderImages.__getitem__ = hang  # type: ignore[assignment, method-assign]
+    ImageDataset.__getitem__ = hang  # type: ignore[assignment, method-assign]
 
 
 @pytest.mark.parametrize("number", [signal.SIGABRT, signal.SIGKILL])
@@ -175,11 +176,14 @@ def test_a_rank_that_waits_for_its_loader_dies_of_a_signal_and_its_workers_with_
 ) -> None:
     start.data = folder_data
     flags = ("--batch-size=3", "--num-workers=2", "--image-size=24", f"--node-dir={node.path}")
-    training = start(*flags, prepare=load_forever)
+    started = start.directory / "started"
+    started.mkdir()
+    training = start(*flags, prepare=partial(load_forever, started))
     rank = training.ranks[0].pid or 0
-    training.wait_until(lambda: len(children(rank)) == 2 and read(node.heartbeat(0)).get("phase") == "load")
+    training.wait_until(lambda: len(list(started.iterdir())) == 2)
+    training.wait_until(lambda: read(node.heartbeat(0)).get("phase") == "load")
     workers = children(rank)
-    training.send(number)
+    os.kill(rank, number)  # as an agent does: the stacks of several processes would be mixed up
     assert training.wait() == [-number]
     assert ("in batches" in training.output()) == (number == signal.SIGABRT)
     for worker in workers:
