@@ -133,13 +133,6 @@ def test_unusual_tensors_are_restored_as_they_are(tmp_path: Path, prepare: Calla
     assert str(states[0]) == expected
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's, about such tensors
-def test_tensor_that_torch_reads_only_with_code_is_refused() -> None:
-    model = Weights(other=torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
-    with pytest.raises(TypeError, match=r"^state\(model=\.\.\.\): its state_dict\(\) holds more than tensors"):
-        capture(Objects.of_script({"model": model}), 1, ALONE)
-
-
 def test_copy_in_inference_mode_does_not_hinder_the_next(tmp_path: Path) -> None:
     model, files = content(0), SnapshotFiles(tmp_path)
     for step, mode in enumerate((True, True, False, True, False)):
