@@ -282,7 +282,8 @@ def _memory_for(one: Saveable) -> Callable[[str, Tensor], Tensor]:
         parameters = [each for group in one.param_groups for each in group["params"]]
 
         def of_optimizer(name: str, like: Tensor) -> Tensor:
-            index = name.split("/")[1]
+            kind, _, rest = name.partition("/")
+            index = rest.partition("/")[0] if kind == "state" else ""
             parameter = parameters[int(index)] if index.isdecimal() and int(index) < len(parameters) else None
             if parameter is None or parameter.shape != like.shape:
                 return new(name, like)

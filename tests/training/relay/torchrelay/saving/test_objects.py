@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 from torchrelay.rank_exchange import RankGroup
-from torchrelay.saving.objects import Objects, begin_loading, capture
+from torchrelay.saving.objects import Objects, Saveable, begin_loading, capture
 
 ALONE = RankGroup(rank=0, local_rank=0, world_size=1, control=None)
 
 
-def load(saved: nn.Module, into: nn.Module) -> None:
+def load(saved: Saveable, into: Saveable) -> None:
     captured = capture(Objects(shared={"model": saved}), 1, ALONE)
     wholes = {name: part.tensor.to("meta") for name, part in captured.parts.items()}
     loading = begin_loading(Objects(shared={"model": into}), captured.values, b"", wholes)
@@ -54,3 +54,18 @@ def test_names_that_differ_by_a_wrapper_alone_are_not_mixed_up() -> None:
     assert [float(parameter.detach()[0, 0]) for parameter in other.parameters()] == [3, 4]
     with pytest.raises(RuntimeError, match=r"Unexpected key.*module\.weight"):
         load(one, nn.Linear(2, 2, bias=False))
+
+
+class Warmup(torch.optim.lr_scheduler.LambdaLR):
+    """Has tensors in its state, and an optimizer that is not its own state."""
+
+    def __init__(self, share: float) -> None:
+        self.share, self.history = torch.tensor(share), [torch.tensor(share)]
+        optimizer = torch.optim.SGD([nn.Parameter(torch.tensor(0.0))], lr=1.0)
+        super().__init__(optimizer, lambda _: 1.0)
+
+
+def test_scheduler_may_have_tensors() -> None:
+    one, other = Warmup(0.5), Warmup(0.0)
+    load(one, other)
+    assert (float(other.share), float(other.history[0])) == (0.5, 0.5)
