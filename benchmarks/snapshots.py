@@ -92,9 +92,7 @@ def by_script(model: nn.Module, optimizer: Optimizer, writer: StateWriter) -> Sa
     objects = Objects.of_script({"model": model, "optimizer": optimizer})
 
     def save(step: int) -> Callable[[], object]:
-        began, cpu_began = time.monotonic(), time.thread_time()
-        captured = capture(objects, step, writer.peers)
-        writer.save(captured, {}, began, cpu_began, durable=False)
+        writer.save(objects, step, durable=False)
         return writer.wait
 
     return save

@@ -142,8 +142,7 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
     reason = pending.reason if pending else suspended or (_reason(decision) if decision else None)
     if state == "failed" and job is None and history.last_job_id is None:
         reason = NEVER_SUBMITTED
-    started, checked, budget = history.last(TrainStarted), history.last(Preflight), history.budget
-    ranks = history.last(RanksStarted)
+    started, checked, ranks = history.last(TrainStarted), history.last(Preflight), history.last(RanksStarted)
     own_script = records.spec is not None and records.spec.train is None
     warnings = warnings_of(history, completed=state == "completed")
     warnings += unknown_restarts(history, len(interruptions)) if own_script else []
@@ -175,7 +174,7 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
         **_time_spent(records, attempts, interruptions, is_over=state in TERMINAL),
         interruptions=tuple(interruptions),
         recovery=convert(recovery_by_cause(interruptions), dict[str, RecoveryCost]),
-        budget=Budgets(used=convert(budget.used, tuple[UsedBudget, ...]), same_failure_twice=budget.is_repeated),
+        budget=_budgets(history),
         warnings=warnings,
         staging=_staging(history) if state == "running" else None,
         unsent=convert(unsent_messages(history), tuple[UnsentMessage, ...]),
@@ -190,6 +189,11 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
         waits_for=(),
         damaged=(),
     )
+
+
+def _budgets(history: History) -> Budgets:
+    budget = history.budget
+    return Budgets(used=convert(budget.used, tuple[UsedBudget, ...]), same_failure_twice=budget.is_repeated)
 
 
 def _full_storage(run: RunDir) -> list[str]:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torchrelay.progress_files import progress_files
 from torchrelay.saving.interval import SaveTimes
-from torchrelay.saving.objects import capture
 from torchrelay.saving.restoring import Candidate, OtherFormatError, Restorer, remove_newer
 from torchrelay.saving.state_writer import StateWriter
 
@@ -87,10 +86,8 @@ class Saver:
             each.record(step)
         if durable:
             self._logger.wait()  # the state refers to the best model, which must be written first
-        began, cpu_began = time.monotonic(), time.thread_time()
-        captured = capture(self._state.objects, step, self._group)
-        copy = self.writer.save(captured, {"identity": self._state.identity}, began, cpu_began, durable=durable)
-        if copy:
+        began = time.monotonic()
+        if copy := self.writer.save(self._state.objects, step, {"identity": self._state.identity}, durable=durable):
             self._state.copies.append(copy)
         return time.monotonic() - began
 

@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import Callback
 from .compat import lightning_loader
 from .library_training import LibraryTraining, exit_after_save
 from .progress_files import progress_files
-from .rank_exchange import all_gather_bytes, ranks
+from .rank_exchange import ranks
 from .saving.values import deserialized, random_states, restore_random, serialized
 from .this_rank import THIS_RANK, check_no_later_attempt
 
@@ -82,7 +82,7 @@ class RelayCallback(Callback):  # type: ignore[misc]  # Lightning need not be in
         agreed = self._training.after_step(self._step)
         if agreed.save and self._file:
             temporary = self._file.with_suffix(".tmp")
-            self._random = all_gather_bytes(serialized(random_states()), ranks.group)
+            self._random = ranks.peers.all_gather_bytes(serialized(random_states()))
             trainer.save_checkpoint(temporary)  # all ranks call it, rank 0 writes
             self._random = []
             if trainer.is_global_zero:

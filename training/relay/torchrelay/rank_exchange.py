@@ -23,28 +23,6 @@ if TYPE_CHECKING:
 _BUCKET_BYTES = 2**26
 
 
-def all_gather_bytes(data: bytes, group: "ProcessGroup | None") -> list[bytes]:
-    """Return the bytes of every rank, in the order of ranks. All ranks must call this. With one rank, `group` is None.
-
-    This replaces torch's all_gather_object, which unpickles what it receives. The connections between ranks are not
-    authenticated, so any process that poses as a rank could run code on all ranks.
-    """
-    import torch
-    from torch import distributed
-
-    if group is None:
-        return [data]
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(distributed.get_world_size(group))]
-    distributed.all_gather(sizes, torch.tensor([len(data)]), group=group)
-    longest = max(1, *(int(size) for size in sizes))
-    own, *texts = (bytearray(longest) for _ in range(1 + len(sizes)))
-    own[: len(data)] = data
-    # numpy is not used: the environment of a user's script may lack it.
-    received = [torch.frombuffer(text, dtype=torch.uint8) for text in texts]
-    distributed.all_gather(received, torch.frombuffer(own, dtype=torch.uint8), group=group)
-    return [bytes(text[: int(size)]) for text, size in zip(texts, sizes, strict=True)]
-
-
 @dataclass(frozen=True, kw_only=True)
 class RankGroup:
     """This rank, and its connections to all ranks. All ranks must call the same methods in the same order."""
@@ -68,8 +46,25 @@ class RankGroup:
         return replace(self, control=group)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Return the bytes of every rank, in the order of ranks."""
-        return all_gather_bytes(data, self.control)
+        """Return the bytes of every rank, in the order of ranks.
+
+        This replaces torch's all_gather_object, which unpickles what it receives. The connections between ranks are not
+        authenticated, so any process that poses as a rank could run code on all ranks.
+        """
+        import torch
+        from torch import distributed
+
+        if self.control is None:
+            return [data]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        distributed.all_gather(sizes, torch.tensor([len(data)]), group=self.control)
+        longest = max(1, *(int(size) for size in sizes))
+        own, *texts = (bytearray(longest) for _ in range(1 + len(sizes)))
+        own[: len(data)] = data
+        # numpy is not used: the environment of a user's script may lack it.
+        received = [torch.frombuffer(text, dtype=torch.uint8) for text in texts]
+        distributed.all_gather(received, torch.frombuffer(own, dtype=torch.uint8), group=self.control)
+        return [bytes(text[: int(size)]) for text, size in zip(texts, sizes, strict=True)]
 
     def all_gather_json(self, value: Any) -> list[Any]:
         """Return every rank's value, in the order of ranks. Values are small and fit for JSON; tuples become lists."""

@@ -9,7 +9,7 @@ from .loop_position import Batch, LoopPosition
 from .progress_files import progress_files
 from .rank_exchange import ranks
 from .saving.interval import SaveTimes
-from .saving.objects import Objects, Saveable, capture, check_restorable
+from .saving.objects import Objects, Saveable, check_restorable
 from .saving.restoring import Restorer
 from .saving.state_writer import StateWriter
 from .stop_consensus import StepFlags, StopRequested
@@ -221,11 +221,9 @@ class SavedState:
         times = self._checkpoints if durable else self._snapshots
         if self._writer is None or times.is_saved(self._done):
             return
-        began, cpu_began = time.monotonic(), time.thread_time()
         for each in (times, self._snapshots):  # a checkpoint is a snapshot, too
             each.record(self._done)
-        captured = capture(self._objects, self.step, ranks.peers)
-        if copy := self._writer.save(captured, {}, began, cpu_began, durable=durable):
+        if copy := self._writer.save(self._objects, self.step, durable=durable):
             copy.make_device_wait()  # the script may change the state in any way
 
 

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torchrelay.checkpoint_files import save_checkpoint
 from torchrelay.rank_exchange import RankGroup
 from torchrelay.saving.neighbour_copies import write_all
-from torchrelay.saving.objects import Objects, capture
+from torchrelay.saving.objects import Objects
 from torchrelay.saving.restoring import Restorer
 from torchrelay.saving.state_writer import StateWriter
 
@@ -106,7 +106,7 @@ def test_model_may_be_wrapped_in_another_way_later(tmp_path: Path, first: Any, s
     )
     for step in (1, 2, 3):
         before.step()
-        writer.save(capture(before.objects, step, ALONE), {}, 0.0, 0.0, durable=durable)
+        writer.save(before.objects, step, durable=durable)
         writer.wait()
     content = before.content
     restorer = Restorer(

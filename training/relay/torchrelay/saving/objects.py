@@ -10,7 +10,7 @@ import hashlib
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -48,7 +48,7 @@ class Captured:
     shards: list[int]
     """For each rank, the number of the shard that it holds; all 0 if each holds the whole state."""
 
-    @property
+    @cached_property
     def layout(self) -> TensorLayout:
         """The layout of the file for what this rank holds."""
         return TensorLayout.of(self.parts)
@@ -66,8 +66,8 @@ class Objects:
     @classmethod
     def of_script(cls, objects: Mapping[str, Saveable]) -> Self:
         """Return a script's objects: modules, optimizers and schedulers are shared."""
-        shared = {name: each for name, each in objects.items() if is_shared(each)}
-        own = {name: each for name, each in objects.items() if not is_shared(each)}
+        shared = {name: each for name, each in objects.items() if _is_shared(each)}
+        own = {name: each for name, each in objects.items() if name not in shared}
         return cls(shared=_adapted(shared), own={**own, "random numbers": _RandomNumbers()})
 
 
@@ -141,11 +141,11 @@ def _difference(parts: Mapping[str, Part], peers: RankGroup) -> str:
     )
 
 
-def is_shared(one: Any) -> bool:
+def _is_shared(one: Any) -> bool:
     """Return whether all ranks hold the same state of an object, or shards of one state."""
     from torch import nn, optim
 
-    return isinstance(one, nn.Module | optim.Optimizer | optim.lr_scheduler.LRScheduler | _Fsdp1)
+    return isinstance(one, nn.Module | optim.Optimizer | optim.lr_scheduler.LRScheduler)
 
 
 def _split(name: str, one: Saveable, tensors: dict[str, Tensor]) -> Any:

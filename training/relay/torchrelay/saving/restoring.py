@@ -63,13 +63,18 @@ def shard_directory(snapshots: Path, index: int, count: int) -> Path:
     return snapshots if count == 1 else snapshots / f"shard-{index:05d}-of-{count:05d}"
 
 
+def _directories(snapshots: Path) -> list[Path]:
+    """Return a node's directories with snapshots: of whole states, and of each shard."""
+    return [snapshots, *snapshots.glob("shard-*")]
+
+
 def list_shards(snapshots: Path, damaged: Callable[[Path, str], object] = lambda _path, _reason: None) -> list[Shard]:
     """Return the intact snapshots in a node's memory. `damaged` is called for each other one, with the reason.
 
     The directory need not exist.
     """
     found = list[Shard]()
-    for directory in (snapshots, *snapshots.glob("shard-*")):
+    for directory in _directories(snapshots):
         name = _SHARD.fullmatch(directory.name)
         index, count = map(int, name.groups()) if name else (0, 1)
         for path in list_checkpoints(directory):
@@ -142,7 +147,7 @@ class Restorer:
         """
         mine, damaged = list[Shard](), dict[str, str]()
         if self.snapshots and self.peers.local_rank == 0:
-            for directory in (self.snapshots, *self.snapshots.glob("shard-*")):
+            for directory in _directories(self.snapshots):
                 remove_unpublished(directory, "step-*")
             mine = list_shards(self.snapshots, lambda path, reason: damaged.update({str(path): reason}))
         for path, reason in (one for each in self.peers.all_gather_json(damaged) for one in each.items()):
@@ -167,9 +172,9 @@ class Restorer:
         try:
             self._load(candidate, directories)
         except _Unusable as reason:
-            if self.peers.rank == 0:
+            if self.peers.is_rank_zero:
                 self.discarded(candidate, str(reason))
-            for path in directories.values() if self.peers.rank == 0 or not candidate.durable else ():
+            for path in directories.values() if self.peers.is_rank_zero or not candidate.durable else ():
                 discard(path, durable=candidate.durable)
             return False
         return True
@@ -177,7 +182,7 @@ class Restorer:
     def _candidates(self, mine: list[Shard]) -> list[Candidate]:
         """Return the states that the ranks can read together, the newest last. `mine` are this node's shards."""
         steps = list[int]()
-        if self.checkpoints and self.peers.rank == 0:
+        if self.checkpoints and self.peers.is_rank_zero:
             remove_unpublished(self.checkpoints, "step-*")
             steps = [step_of(path) for path in list_checkpoints(self.checkpoints)]
         shards = [(shard.step, shard.attempt, shard.count, shard.index) for shard in mine]
@@ -238,7 +243,7 @@ class Restorer:
         is_split = candidate.durable and self._examine(directories[0])
         text, every = b"", b""
         with _agreed(self.peers, candidate):
-            if candidate.durable and (is_split or self.peers.rank == 0):
+            if candidate.durable and (is_split or self.peers.is_rank_zero):
                 # Ranks that have written a file each all see the storage, and share the check.
                 share = (self.peers.rank, self.peers.world_size) if is_split else (0, 1)
                 if problem := find_damage(directories[0], *share):
@@ -417,7 +422,7 @@ def _saved(directory: Path) -> dict[str, list[SavedTensor]]:
 
 def remove_newer(snapshots: Path, step: int) -> None:
     """Remove a node's snapshots that are newer than `step`, and all unfinished ones."""
-    for directory in (snapshots, *snapshots.glob("shard-*")):
+    for directory in _directories(snapshots):
         remove_unpublished(directory, "step-*")
         for path in list_checkpoints(directory):
             if step_of(path) > step:

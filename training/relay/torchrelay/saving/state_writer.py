@@ -29,7 +29,7 @@ from .background_writer import BackgroundWriter
 from .device_copy import DeviceCopy
 from .holders import Holders
 from .neighbour_copies import NeighbourCopies, write_all
-from .objects import Captured
+from .objects import Captured, Objects, capture
 from .restoring import FORMAT, shard_directory
 from .snapshot_files import KEPT, SnapshotFiles
 from .tensor_files import Image
@@ -71,7 +71,8 @@ class Owner(Protocol):
 class _Save:
     """A state that is being written."""
 
-    step: int
+    captured: Captured
+    """Kept until the GPU has made the copy, so that the memory of its tensors is not used again before."""
     durable: bool
     holders: Holders
     image: Image | None
@@ -91,8 +92,11 @@ class _Save:
     stall_seconds: float
     """What the capture took from the training."""
     copy_seconds: float
-    captured: Captured
-    """Kept until the GPU has made the copy, so that the memory of its tensors is not used again before."""
+
+    @property
+    def step(self) -> int:
+        """The number of optimizer steps done."""
+        return self.captured.step
 
 
 @dataclass(kw_only=True)
@@ -144,20 +148,24 @@ class StateWriter:
         self._background.wait()
 
     def save(
-        self, captured: Captured, extra: Mapping[str, Any], began: float, cpu_began: float, *, durable: bool
+        self, objects: Objects, step: int, extra: Mapping[str, Any] | None = None, *, durable: bool
     ) -> DeviceCopy | None:
-        """Start to write a state as a snapshot and, if `durable`, as a checkpoint. All ranks must call this.
+        """Start to write the present state as a snapshot and, if `durable`, as a checkpoint. All ranks must call this.
 
         Args:
-            captured: the state.
+            objects: those to save.
+            step: the number of optimizer steps done.
             extra: more values for the file of values.
-            began: time.monotonic() before the capture.
-            cpu_began: time.thread_time() before the capture.
             durable: whether to write a checkpoint, too.
 
         Returns:
             The copy for which a GPU must wait before it changes the state; None on a CPU, where the copy is made.
+
+        Raises:
+            TypeError, RuntimeError: as `capture`.
         """
+        began, cpu_began = time.monotonic(), time.thread_time()
+        captured = capture(objects, step, self.peers)
         holders = self._find_holders(captured)
         if self.busy and not durable and holders.count == 1:
             return None  # a whole state is of use without those of other nodes
@@ -172,16 +180,16 @@ class StateWriter:
         if image:
             self._fill(image, captured)
         self._device_copy = DeviceCopy(self._stream) if image and self._stream else None
-        values = {"format": FORMAT, "attempt": self.attempt, "world_size": self.peers.world_size, **extra}
+        values = {"format": FORMAT, "attempt": self.attempt, "world_size": self.peers.world_size, **(extra or {})}
         others = {STATE_VALUES: json.dumps({**values, "objects": captured.values}).encode()}
         if any(captured.own):
             others[RANKS] = serialized(captured.own)
         on_gpu = uses_gpu()
         stall = time.monotonic() - began if on_gpu else time.thread_time() - cpu_began
         state = _Save(
-            step=captured.step, durable=durable, holders=holders, image=image, is_snapshot=is_snapshot,
+            captured=captured, durable=durable, holders=holders, image=image, is_snapshot=is_snapshot,
             has_copies=has_copies, problem=problem, others=others, owned=self._owned(captured) if durable else (),
-            copied=self._device_copy, captured=captured, copy_seconds=time.monotonic() - began,
+            copied=self._device_copy, copy_seconds=time.monotonic() - began,
             # A copy to new memory does not count: it takes several times as long as those that follow.
             stall_seconds=0.0 if is_new else stall,
         )  # fmt: skip
@@ -204,15 +212,16 @@ class StateWriter:
         """Return which rank holds what, and find out again where this rank writes if that has changed."""
         if self._holders is None or self._holders.shards != tuple(captured.shards):
             every = self.peers.all_gather_json([self.peers.rank - self.peers.local_rank, bool(self.snapshots)])
-            self._holders = Holders(tuple(captured.shards), tuple(sorted({first for first, _ in every})))
-            self._files, self._copies = None, None
+            holders = Holders(tuple(captured.shards), tuple(sorted({first for first, _ in every})))
             # Shards are of use only with those of all other nodes.
-            self._has_snapshots = bool(self.snapshots) and (self._holders.count == 1 or all(has for _, has in every))
-            if self.snapshots and self._has_snapshots and self.peers.rank in self._holders.snapshot_writers:
-                shard = captured.shards[self.peers.rank]
-                self._files = SnapshotFiles(shard_directory(self.snapshots, shard, self._holders.count))
-            if self.snapshots and self._has_snapshots and self._holders.count > 1:
-                self._copies = NeighbourCopies(self.snapshots, self._background_peers)
+            snapshots = self.snapshots if holders.count == 1 or all(has for _, has in every) else None
+            self._holders, self._has_snapshots = holders, snapshots is not None
+            self._files, self._copies = None, None
+            if snapshots and self.peers.rank in holders.snapshot_writers:
+                shard = holders.shards[self.peers.rank]
+                self._files = SnapshotFiles(shard_directory(snapshots, shard, holders.count))
+            if snapshots and holders.count > 1:
+                self._copies = NeighbourCopies(snapshots, self._background_peers)
         return self._holders
 
     def _owned(self, captured: Captured) -> Collection[str]:

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from .shards import is_sharded
 from .tensor_files import has_name
 
 if TYPE_CHECKING:
@@ -69,9 +70,8 @@ def _has_memory_of_its_own(value: Any) -> bool:
 
     if not isinstance(value, torch.Tensor):
         return False
-    is_sharded = hasattr(value, "to_local") or hasattr(value, "local_shards")
     is_dense = type(value) in {torch.Tensor, torch.nn.Parameter} and value.layout == torch.strided
-    return is_sharded or (is_dense and not value.is_nested and has_name(value.dtype))
+    return is_sharded(value) or (is_dense and not value.is_nested and has_name(value.dtype))
 
 
 def serialized(content: Any) -> bytes:

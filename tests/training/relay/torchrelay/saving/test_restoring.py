@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torchrelay.checkpoint_files import list_checkpoints
-from torchrelay.saving.objects import Objects, capture
+from torchrelay.saving.objects import Objects
 from torchrelay.saving.restoring import Restorer, read_state
 from torchrelay.saving.state_writer import StateWriter
 
@@ -91,8 +91,7 @@ def save(directory: Path, mesh: tuple[int, ...], cuts: Cuts) -> None:
     )  # fmt: skip
     model = Sharded(mesh, cuts, wholes())
     for step in (1, 2):
-        captured = capture(Objects(shared={"model": model}), step, group)
-        writer.save(captured, {}, 0.0, 0.0, durable=step == 1)
+        writer.save(Objects(shared={"model": model}), step, durable=step == 1)
         writer.wait()
     disconnect()
     sys.exit(0)
