@@ -7,7 +7,6 @@ Python. Slow imports are inside the functions, so that a process wrapper starts 
 
 import os
 import sys
-from collections.abc import Callable
 from typing import Any
 
 
@@ -69,21 +68,6 @@ def functions_that_start_processes() -> list[tuple[Any, str]]:
         (subprocess.Popen, "__init__"), (util, "spawnv_passfds"), (tracker, "ensure_running"),
         *([(torch.UntypedStorage, "_share_filename_cpu_")] if torch else []),
     ]  # fmt: skip
-
-
-def check_tar_headers(kind: Any, check: Callable[[Any], None]) -> None:
-    """Make `kind`, a subclass of TarInfo, call `check` on each header before tarfile reads the data after it.
-
-    Checked against Python 3.11 to 3.14, where a comment names `_proc_member` as the method to override. The tarfile of
-    3.13 and 3.14 no longer calls the public `frombuf`.
-    """
-    process = kind._proc_member
-
-    def checked(header: Any, archive: Any) -> Any:
-        check(header)
-        return process(header, archive)
-
-    kind._proc_member = checked
 
 
 def has_queried_gpus_before_the_fork() -> bool:

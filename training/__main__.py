@@ -1,6 +1,6 @@
 """`python -m training`: runs one rank of a training or an evaluation, under torchrun or alone.
 
-If started by hand, it parses the command line. If started by a node agent, it reads the run's `spec.json`.
+Started by a node agent, it gets all flags that differ from their defaults. Started by hand, it adds flags from files.
 """
 
 import faulthandler
@@ -26,13 +26,14 @@ import sys  # noqa: E402
 import traceback  # noqa: E402
 from typing import NoReturn  # noqa: E402
 
+from hpc.base import program  # noqa: E402
 from hpc.base.environment import FAULT  # noqa: E402
 from hpc.base.errors import TorchrelayError, UserError  # noqa: E402
 from hpc.run.nodedir import NodeDir  # noqa: E402
 from hpc.run.rundir import RunDir  # noqa: E402
+from training.config.command_line import TrainOptions, is_from_agent, parse_flags, rank_options  # noqa: E402
 from training.config.evaluation_task import EvaluationTask  # noqa: E402
 from training.config.train_config import RankOptions  # noqa: E402
-from training.config.training_spec import is_from_spec, rank_options  # noqa: E402
 from training.runtime.fault_injection import NO_FAULT, parse_fault  # noqa: E402
 from training.runtime.run_context import RankInfo, RunContext, rank_info_from  # noqa: E402
 
@@ -46,13 +47,8 @@ def main() -> int:
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]  # a TextIOWrapper
     rank = rank_info_from(os.environ)
     try:
-        if is_from_spec(sys.argv[1:]):
-            options, evaluation = rank_options(sys.argv[1:])
-            return _train(options, rank, evaluation)
-        # Import these only here: ranks under a node agent start sooner without the parser.
-        from hpc.base import program  # noqa: PLC0415
-        from training.config.command_line import TrainOptions, parse_flags  # noqa: PLC0415
-
+        if is_from_agent(sys.argv[1:]):
+            return _train(rank_options(sys.argv[1:]), rank)
         return _train(
             parse_flags(TrainOptions, sys.argv[1:], program.called("training"), prints=rank.is_rank_zero), rank
         )
@@ -61,7 +57,7 @@ def main() -> int:
             _print_error(error)
         return error.exit_code
     except KeyboardInterrupt:
-        return 130  # the value of hpc.base.program.INTERRUPTED, without an import of the parser
+        return program.INTERRUPTED
     except Exception as error:  # noqa: BLE001  # a defect, here or in a library
         traceback.print_exc()
         first, *more = str(error).strip().splitlines() or [""]
@@ -80,23 +76,24 @@ def main() -> int:
         _flush_output()
 
 
-def _train(options: RankOptions, rank: RankInfo, evaluation: EvaluationTask | None = None) -> int:
+def _train(options: RankOptions, rank: RankInfo) -> int:
     node_dir = NodeDir(options.node_dir.absolute()) if options.node_dir else None
     heartbeat = Heartbeat(node_dir.heartbeat(rank.local_rank) if node_dir else None, rank.rank)
     heartbeat.beat("start")
     fault = parse_fault(options.fault or os.environ.get(FAULT, ""))
     if rank.restarts and not fault.always:
         fault = NO_FAULT  # after the fault, torchrun restarts the ranks with the same flags
+    run_dir = RunDir(options.run_dir.expanduser().absolute())
     context = RunContext(
         config=options.train,
-        run_dir=RunDir(options.run_dir.expanduser().absolute()),
+        run_dir=run_dir,
         attempt=options.attempt,
         started=_STARTED,
         fault=fault,
         node_dir=node_dir,
         heartbeat=heartbeat,
         recipe=options.recipe,
-        evaluation=evaluation,
+        evaluation=EvaluationTask.load(run_dir.model),
     )
     # Import these after the checks of the flags, because the imports take seconds.
     from training.engine.launch import launch  # noqa: PLC0415

@@ -54,7 +54,7 @@ from hpc.run.nodedir import NodeDir
 from jobs.ranks.torchrun_command import PROCESS_WRAPPER, Rendezvous, torchrun_argv, torchrun_environment
 from training.config.dataset_layout import FASHION_MNIST_DIRECTORY
 from training.config.train_config import TrainConfig
-from training.config.training_spec import Training, spec_argv, trainer_program
+from training.config.classifier import Training, spec_argv, trainer_program
 
 BY_HAND = ROOT / "benchmarks" / "recovery" / "rivals" / "torchrun_ddp.py"
 LOG = "steps.jsonl"

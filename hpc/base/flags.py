@@ -20,7 +20,10 @@ class Flag:
     """Whether the value is typed without the name of the flag."""
     is_repeatable: bool = False
     """Whether the flag may be typed several times; the field is a tuple."""
+    is_internal: bool = False
+    """Whether the field is no flag: the program sets it."""
 
 
 POSITIONAL = Flag(is_positional=True)
 REPEATABLE = Flag(is_repeatable=True)
+INTERNAL = Flag(is_internal=True)

@@ -55,8 +55,10 @@ def called(module: str) -> str:
 def flags(options: type[Any]) -> Iterator[dataclasses.Field[Any]]:
     """Yield the fields of a dataclass that are flags, including those of its groups."""
     for field in dataclasses.fields(options):
-        group = group_of(field)
-        yield from flags(group) if group else [field]
+        if group := group_of(field):
+            yield from flags(group)
+        elif not mark_of(field).is_internal:
+            yield field
 
 
 def parse(options: type[Options], argv: Sequence[str], prog: str, *, prints: bool = True) -> Options:
@@ -154,7 +156,10 @@ def values_of(*settings: Any) -> dict[str, Any]:
     for one in settings:
         for field in dataclasses.fields(one):
             value = getattr(one, field.name)
-            found |= values_of(value) if group_of(field) else {flag_name(field): value}
+            if group_of(field):
+                found |= values_of(value)
+            elif not mark_of(field).is_internal:
+                found[flag_name(field)] = value
     return found
 
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from hpc.base import program
 from hpc.base.errors import TorchrelayError, UserError
 from hpc.commands import cli
 from hpc.commands.runs import fork
+from hpc.programs.kinds import ClassifierRequest, ScriptRequest
 from hpc.run.rundir import RunDir
 from hpc.run.spec import Network, Notification, Recovery, Resources
 from hpc.slurm import client as slurm
@@ -28,14 +28,7 @@ from hpc.status.run_view import StatusCache
 from hpc.status.summary import TERMINAL
 from hpc.submissions import resumed_run
 from hpc.submissions.new_run import start_run
-from hpc.submissions.options import (
-    RunFlags,
-    ScriptFlags,
-    TrainingFlags,
-    options_for,
-    with_defaults,
-)
-from training.config.train_config import TrainConfig
+from hpc.submissions.options import RunFlags, SubmitOptions, completed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -68,12 +61,12 @@ class _RunRequest(_Given, RunFlags, Resources, Recovery, Network, Notification):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingRun(_RunRequest, TrainingFlags, TrainConfig):
+class TrainingRun(_RunRequest, ClassifierRequest):
     """A training to submit: the flags of `hpc submit` as arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScriptRun(_RunRequest, ScriptFlags):
+class ScriptRun(_RunRequest, ScriptRequest):
     """A torchrun script of your own to submit: `ScriptRun(command="train.py --epochs 3", nodes=2)`."""
 
     command: str | Sequence[str]
@@ -194,10 +187,9 @@ def submit(request: TrainingRun | ScriptRun) -> Run:
     if isinstance(request, ScriptRun):
         command = flags.pop("command")
         script = tuple(shlex.split(command) if isinstance(command, str) else map(str, command))
-    kind = options_for(script)
-    options = program.build(kind, with_defaults(_given(flags), kind))
+    options = completed(_given(flags), SubmitOptions, script)
     slurm.adopt_environment(os.environ)
-    return Run(start_run(options, script).run.path)
+    return Run(start_run(options).run.path)
 
 
 def runs(runs_dir: str | Path | None = None) -> Runs:

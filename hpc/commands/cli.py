@@ -12,12 +12,12 @@ from typing import Annotated, Any, get_args
 
 from hpc.base import program
 from hpc.base.errors import UserError
+from hpc.base.flag_files import merge_defaults, read_defaults
 from hpc.base.flags import POSITIONAL, Flag
 from hpc.base.text import similar
 from hpc.run.ownership import check_is_own
 from hpc.run.rundir import RunDir
 from hpc.slurm import client as slurm
-from training.config import defaults
 
 GROUPS, CANCELLED_GROUP = ("sweep", "scaling"), "cancelled"
 """The directory of a group of runs has sweep.json or scaling.json, and CANCELLED_GROUP if the group is cancelled."""
@@ -112,7 +112,7 @@ def _subcommand(options: Any, argv: Sequence[str], prog: str) -> tuple[type[Any]
 
 def runs_dir(given: Mapping[str, Any]) -> Path:
     """Return the runs directory that was typed, or else the user's default."""
-    return Path(given.get("runs-dir") or defaults.merge(defaults.read()).get("runs-dir", "runs"))
+    return Path(given.get("runs-dir") or merge_defaults(read_defaults()).get("runs-dir", "runs"))
 
 
 def own_command() -> str:

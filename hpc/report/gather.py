@@ -15,7 +15,9 @@ from msgspec.structs import asdict
 
 from hpc.base.errors import UserError
 from hpc.base.files import numbered_json_lines
+from hpc.base.program import values_of
 from hpc.base.text import csv_cell, csv_text
+from hpc.programs.kinds import EvaluationTask, program_of_run
 from hpc.run.events.downtime import PARTS, interruptions_of
 from hpc.run.events.history import History
 from hpc.run.events.timeline import Period, periods_of
@@ -68,6 +70,8 @@ class RunRecord:
     """Number of images by true class (rows) and predicted class (columns). None if the file is missing or damaged."""
     samples: Sequence[dict[str, Any]]
     history: History
+    task: EvaluationTask | None
+    """The task of an evaluation; None for other runs."""
     revision: str | None
     """Git revision of the code. None if unknown."""
     notes: list[str]
@@ -109,16 +113,17 @@ class RunRecord:
     def steps_per_epoch(self) -> float | None:
         """The number of steps in an epoch; None for a user's script, and before the training has started."""
         total = self.summary.total_steps
-        return total / self.spec.train.epochs if total and self.spec and self.spec.train else None
+        epochs = values_of(program_of_run(self.spec)).get("epochs") if self.spec else None
+        return total / epochs if total and epochs else None
 
     def is_fork_of(self, other: "RunRecord") -> bool:
         """Return whether the run is a fork of `other`. A fork has copies of the metrics of `other`, as attempt 0."""
-        begin = self.spec.training.forked_from if self.spec and self.spec.training else None
+        begin = self.spec.forked_from if self.spec else None
         return begin is not None and Path(begin).is_relative_to(other.run.checkpoints)
 
     def periods(self, now: float) -> list[Period]:
         """Return the periods of the run until its end or `now`."""
-        own_script = self.spec is not None and self.spec.train is None
+        own_script = self.spec is not None and not self.spec.program.reports_steps
         return periods_of(self.history, interruptions_of(self.history), self.ended(now), own_script=own_script)
 
 
@@ -139,7 +144,12 @@ def gather(run: RunDir, summary: Summary) -> RunRecord:
         for path in sorted(run.train_metrics.parent.glob("*.jsonl"))
         if path not in {run.train_metrics, run.eval_metrics}
     }
-    notes += missing(summary, spec, has_metrics=not train.empty, has_test=confusion is not None, samples=len(samples))
+    task = _try(notes, run.model, EvaluationTask.load)
+    script, evaluates = spec is not None and bool(spec.script), task is not None
+    has_metrics, has_test = not train.empty, confusion is not None
+    notes += missing(
+        summary, script=script, evaluates=evaluates, has_metrics=has_metrics, has_test=has_test, samples=len(samples)
+    )
     attempts = [
         {
             **asdict(attempt),
@@ -165,6 +175,7 @@ def gather(run: RunDir, summary: Summary) -> RunRecord:
         confusion=confusion,
         samples=samples,
         history=history,
+        task=task,
         revision=revision,
         notes=notes,
     )
@@ -241,11 +252,12 @@ def _table(rows: Sequence[dict[str, Any]] | pd.DataFrame, columns: Sequence[str]
     return table
 
 
-def missing(summary: Summary, spec: RunSpec | None, *, has_metrics: bool, has_test: bool, samples: int) -> list[str]:
+def missing(
+    summary: Summary, *, script: bool, evaluates: bool, has_metrics: bool, has_test: bool, samples: int
+) -> list[str]:
     """Return sentences about what a page cannot show, and why."""
-    script, complete = spec is not None and bool(spec.script), summary.state == "completed"
+    complete = summary.state == "completed"
     over = summary.state in TERMINAL
-    evaluates = spec is not None and spec.evaluation is not None
     notes = (
         (not summary.attempts, "No attempt has started."),
         (

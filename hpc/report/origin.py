@@ -3,7 +3,9 @@
 import os
 from typing import Any
 
+from hpc.base.program import values_of
 from hpc.base.text import few
+from hpc.programs.kinds import program_of_run
 from hpc.report.formats import duration
 from hpc.report.gather import RunRecord
 from hpc.run.code_files import CodeFiles
@@ -39,7 +41,7 @@ def provenance(record: RunRecord) -> list[tuple[str, str]]:
 
 
 def _recipe(record: RunRecord) -> str | None:
-    return record.spec.training.recipe if record.spec and record.spec.training else None
+    return values_of(program_of_run(record.spec)).get("recipe") if record.spec else None
 
 
 def how_to_get_the_code(record: RunRecord) -> str:

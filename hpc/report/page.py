@@ -1,11 +1,11 @@
 """Prepares the data that the templates need for the page of a run or of a comparison. Pure; runs on the login node."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from hpc.programs.kinds import program_of_run
 from hpc.report import formats
 from hpc.report.bokeh_figures import plots_of
 from hpc.report.colors import line_style
@@ -17,9 +17,6 @@ from hpc.report.rendering import render
 from hpc.run.events.downtime import PARTS
 from hpc.run.spec import RunSpec
 from hpc.status.cells import is_on_cpu
-from training.config.dataset_layout import title_of
-from training.config.evaluation_task import EvaluationTask
-from training.config.train_config import highest_learning_rate
 
 # Nobody reads a confusion matrix of more classes: a thousand classes would make a million cells.
 _MAX_CLASSES, _MAX_LISTED = 30, 20
@@ -55,13 +52,13 @@ def run_page(record: RunRecord, tables: Sequence[str], now: float) -> str:
         tables=tables,
         now=now,
         seconds=None if record.began is None else record.ended(now) - record.began,
-        headline=_headline(spec, on_cpu=is_on_cpu(record.summary)) if spec else (),
+        headline=_headline(record, spec, on_cpu=is_on_cpu(record.summary)) if spec else (),
         causes=[f"{cost.count} {formats.cause(name)}" for name, cost in record.summary.recovery.items()],
         reload_seconds=None if record.has_ended else RELOAD_SECONDS,
         provenance=provenance(record),
         cost=cost(record, now),
         # An evaluation would have curves of a single point.
-        plots=plots_of([] if spec and spec.evaluation else [record], now),
+        plots=plots_of([] if record.task else [record], now),
         evaluation=_evaluation(record),
         several_attempts=len(record.attempts) > 1,
         mark_legend=_MARKS,
@@ -70,7 +67,7 @@ def run_page(record: RunRecord, tables: Sequence[str], now: float) -> str:
         recovery_legend=_recovery_legend,
         interruptions=_interruption_rows(record),
         attempts=record.attempts.to_dict("records"),
-        command=shell_text(submit_command(spec)) if spec else "",
+        command=shell_text(submit_command(spec, record.task)) if spec else "",
         origin=how_to_get_the_code(record),
         settings=[pair for pair in flat_settings(spec).items() if pair[1]] if spec else (),
         **_test(record),
@@ -107,47 +104,32 @@ def comparison_page(
     )
 
 
-def _headline(spec: RunSpec, *, on_cpu: bool) -> list[str]:
+def _headline(record: RunRecord, spec: RunSpec, *, on_cpu: bool) -> list[str]:
     """Return the parts of the line below the title: what ran, its main settings, and its nodes and GPUs."""
     nodes, resources = spec.resources.nodes, spec.resources
     gpus = formats.plural(resources.num_gpus, f"{resources.gpu_type or ''} GPU".strip())
     gpus = f"{formats.plural(resources.num_gpus, 'rank')} on CPUs" if on_cpu else gpus
     where = f"{nodes} node{'s' * (nodes != '1')}" + (f" × {gpus}" if resources.num_gpus else " without GPUs")  # noqa: RUF001 - times
-    if spec.training is None:
-        return [" ".join(spec.script), where]
-    train = spec.training.train
-    if spec.evaluation is not None:
-        return [evaluated(spec.evaluation), f"on {train.data}", where]
-    sizes = f"{train.epochs} epochs, batch size {train.batch_size:,}"
-    optimizer = f"{train.optimizer}, lr {highest_learning_rate(train):.3g}"
-    data = title_of(Path(train.data)) or train.data
-    return [f"{train.model} on {data}", sizes, optimizer, f"seed {train.seed}", where]
+    what = [record.task.title, f"on {spec.data}"] if record.task else program_of_run(spec).describe()
+    return [*what, where]
 
 
 def _evaluation(record: RunRecord) -> dict[str, Any] | None:
     """Return the result of an evaluation; None if the run is a training, or has no result yet."""
-    if record.spec is None or record.spec.evaluation is None or record.evaluations.empty:
+    if record.task is None or record.evaluations.empty:
         return None
     return dict(record.evaluations.iloc[-1])
-
-
-def evaluated(task: EvaluationTask) -> str:
-    """Return a title such as `Evaluation of best model of run-1, after step 500`."""
-    which = f"{task.checkpoint} model of " if task.checkpoint in {"best", "last"} else ""
-    after = f", after step {task.step:,}" if task.step is not None else ""
-    return f"Evaluation of {which}{task.source}{after}"
 
 
 def _test_about(record: RunRecord, images: int, classes: int) -> str:
     """Return a sentence that names the tested model and images."""
     counts = f"{formats.number(images)} images"
     of_classes = f"of {formats.number(classes)} classes"
-    task = record.spec.evaluation if record.spec else None
-    if task is None:
+    if record.task is None:
         return f"The final model on all {counts} of the test set, {of_classes}."
     split = "" if record.evaluations.empty else record.evaluations["split"].iloc[-1]
     part = {"test": "the test set", "val": "the validation set"}.get(split, "the data")
-    return f"{evaluated(task)}, on all {counts} of {part}, {of_classes}."
+    return f"{record.task.title}, on all {counts} of {part}, {of_classes}."
 
 
 def _interruption_rows(record: RunRecord) -> list[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,14 +10,11 @@ from hpc.base.errors import UserError
 from hpc.base.files import write_json
 from hpc.base.flags import Flag
 from hpc.base.units import duration_seconds, port_range, walltime_minutes
+from hpc.run.device_choice import DeviceChoice
 from hpc.run.events.resumption import current_spec
 from hpc.run.rundir import RunDir
 from hpc.run.spec_file import Program, read_spec
 from hpc.run.stop_times import REQUEUE_SECONDS, stop_lead_seconds
-from training.config.device_choice import DeviceChoice
-from training.config.evaluation_task import EvaluationTask
-from training.config.train_config import TrainConfig
-from training.config.training_spec import Training, needs_compiler, trainer_program
 
 Cluster = Literal["slurm", "local"]
 Service = Literal["wandb", "mlflow"]
@@ -281,8 +278,8 @@ class RunSpec:
     """The directory or archive that every node stages; None if the run has no data to stage."""
     program: Program
     """The program that the node agents run as each rank."""
-    training: Training | None = None
-    """The classifier's part of the spec; None if the program is a user's script."""
+    forked_from: str | None = None
+    """The checkpoint of another run with which the program began; None if the run is not a fork."""
     working_directory: str = "."
     """The directory, relative to the top of the user's code, where a script was submitted and the ranks start."""
     stage_dir: str
@@ -319,28 +316,9 @@ class RunSpec:
     """The id that MLflow gave the run at its submission; None if the run does not use MLflow."""
 
     @property
-    def train(self) -> TrainConfig | None:
-        """The classifier's flags; None if the program is a user's script."""
-        return self.training.train if self.training else None
-
-    @property
-    def evaluation(self) -> EvaluationTask | None:
-        """The task of an evaluation; None for other runs."""
-        return self.training.evaluation if self.training else None
-
-    @property
     def script(self) -> tuple[str, ...]:
         """The user's script, relative to the working directory, and its arguments; empty for the classifier."""
-        return () if self.training else self.program.argv
-
-    def with_training(self, **changes: Any) -> "RunSpec":
-        """Return the spec with these changes in the classifier's part; a script's spec stays as it is."""
-        if self.training is None:
-            return self
-        training, program = replace(self.training, **changes), self.program
-        if needs_compiler(training.train) != needs_compiler(self.training.train):
-            program = trainer_program(training.train, has_data=self.data is not None)
-        return replace(self, training=training, program=program)
+        return () if self.program.built_in else self.program.argv
 
     @property
     def min_nodes(self) -> int:
@@ -420,8 +398,6 @@ class RunSpec:
         told = fields.get("notification", {})
         fields["notification"] = Notification(**{**told, "notify": tuple(told.get("notify", ()))})
         fields["program"] = Program.from_json(fields["program"])
-        fields["training"] = Training.from_json(fields["training"]) if fields["training"] else None
-        fields.pop("include", None)  # earlier versions copied further files if the user named them
         for name in ("tracker", "after", "after_ok"):
             fields[name] = tuple(fields.get(name, ()))
         return cls(**fields)

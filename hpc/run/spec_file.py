@@ -31,6 +31,8 @@ class Program:
 
     argv: tuple[str, ...]
     """The file, or `-m` and a module, then its arguments. The node replaces names in braces, such as {run_dir}."""
+    built_in: str = ""
+    """The program's kind if it ships with Torchrelay, such as `classifier`; empty for a user's own script."""
     import_path: tuple[str, ...] = ()
     """Directories below `{code}` or `{packages}` that come first on PYTHONPATH, where they replace our packages. If
     empty, the ranks have the PYTHONPATH of the agents."""

@@ -143,7 +143,7 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
     if state == "failed" and job is None and history.last_job_id is None:
         reason = NEVER_SUBMITTED
     started, checked, ranks = history.last(TrainStarted), history.last(Preflight), history.last(RanksStarted)
-    own_script = records.spec is not None and records.spec.train is None
+    own_script = records.spec is not None and not records.spec.program.reports_steps
     warnings = warnings_of(history, completed=state == "completed")
     warnings += unknown_restarts(history, len(interruptions)) if own_script else []
     warnings += [] if state in TERMINAL else _full_storage(run)
@@ -234,7 +234,7 @@ def _time_spent(
     events = history.events
     last = attempts[-1].ended if attempts and attempts[-1].ended else events[-1].time if events else 0.0
     until = last if is_over else time.time()
-    periods = periods_of(history, interruptions, until, own_script=spec is not None and spec.train is None)
+    periods = periods_of(history, interruptions, until, own_script=spec is not None and not spec.program.reports_steps)
     queued = sum(period.seconds for period in periods if period.kind == "queue") if events else None
     if not attempts:
         return {"elapsed_seconds": None, "queue_seconds": queued, "goodput": None, "gpu_hours": None}

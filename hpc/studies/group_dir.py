@@ -6,12 +6,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from hpc.base import program
 from hpc.base.errors import UserError
 from hpc.base.files import write_json
 from hpc.commands import cli
 from hpc.run.rundir import RunDir
-from hpc.submissions.options import options_for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +21,7 @@ class GroupSpec:
     settings: Mapping[str, Any]
     """Values by flag without dashes, including the user's defaults at the start of the group."""
     script: tuple[str, ...]
-    """The user's script and its arguments, with `{NAME}` in place of each value that differs between the runs."""
+    """The user's script and its arguments, which may have `{NAME}` in place of a value that the runs differ in."""
     working_directory: str = "."
     """The directory in which the script starts: below `code/`, or an absolute path if the script runs in place."""
     revision: str | None
@@ -77,10 +75,6 @@ class GroupDir(Generic[Spec]):
         """Read the group's spec. Raises UserError if it is damaged."""
         try:
             found: dict[str, Any] = json.loads(self.spec_file.read_bytes())
-            if "settings" not in found:  # up to version 0.1, a group kept the words of its command line
-                kind = options_for(tuple(found["script"]))
-                found["settings"] = program.read((kind,), found["arguments"], f"hpc {self.KIND}")
-            found["settings"].pop("include", None)  # a flag of earlier versions
             # JSON has turned tuples into lists.
             values = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
             return self.SPEC(**{field.name: values[field.name] for field in fields(self.SPEC) if field.name in values})  # type: ignore[arg-type, return-value]

@@ -1,25 +1,28 @@
 """Starts and supervises the runs of a group, such as a sweep, with common settings. Runs on the login node."""
 
-import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypedDict
 
 from hpc.base import program
-from hpc.base.errors import UserError, need_classifier
+from hpc.base.errors import UserError
+from hpc.base.flag_words import changed
 from hpc.commands import cli
+from hpc.programs.program_flags import ProgramFlags
 from hpc.run.code_files import CodeFiles
 from hpc.run.events.history import History
 from hpc.run.rundir import RunDir
-from hpc.run.spec import program_of
 from hpc.status.summary import Summary
 from hpc.studies.group_dir import GroupDir, GroupSpec
 from hpc.submissions.new_run import start_run
-from hpc.submissions.options import SubmitScript, SubmitTraining, options_for
-from hpc.submissions.resumed_run import options_of, resume_run
-from hpc.submissions.settings import changed
-from hpc.submissions.user_code.own_code import UserCode, code_in_place, find_code, own_environment
+from hpc.submissions.options import SubmitOptions, build, submitted
+from hpc.submissions.plan import code_of
+from hpc.submissions.resumed_run import options_of as resumed
+from hpc.submissions.resumed_run import resume_run
+from hpc.submissions.user_code.own_code import UserCode, code_in_place, own_environment
 from hpc.supervise.check import SuperviseOptions, check_runs
 
 _SUPERVISE_SECONDS = 60.0
@@ -27,14 +30,10 @@ _SUPERVISE_SECONDS = 60.0
 _NOT_COMMON = {"name", "runs-dir", "config", "dry-run", "wait", "help-all", "json", "debug"}
 
 
-def user_code(options: SubmitTraining | SubmitScript, script: tuple[str, ...]) -> UserCode:
-    """Return the code that all runs of a group use. Raises UserError if it cannot be found, or no run could train."""
-    if not script:
-        need_classifier("a training without a script")
-    elsewhere = own_environment(options)
-    if isinstance(options, SubmitScript) and options.in_place:
-        return code_in_place(Path.cwd(), script, elsewhere=elsewhere)
-    return find_code(Path.cwd(), script, options.runs_dir, elsewhere=elsewhere)
+def user_code(options: SubmitOptions) -> UserCode:
+    """Return the code that all runs of a group use. Raises UserError if it cannot be found, or no run could start."""
+    options.program.resolve()
+    return code_of(options, elsewhere=own_environment(options))
 
 
 class CommonPart(TypedDict):
@@ -46,16 +45,15 @@ class CommonPart(TypedDict):
     revision: str | None
 
 
-def common(options: SubmitTraining | SubmitScript, code: UserCode) -> CommonPart:
+def common(options: SubmitOptions, code: UserCode) -> CommonPart:
     """Return the settings and code that all runs share, with the user's defaults and files as they are now."""
     # The runs of the group would look for these names in the group's directory, so replace them by paths.
     after, after_ok = (
         tuple(str(cli.find_run(name, options.runs_dir).path) for name in names)
         for names in (options.after, options.after_ok)
     )
-    options = dataclasses.replace(options, after=after, after_ok=after_ok)
-    kind = options_for(code.script)
-    asked = program.values_of(options)
+    options = replace(options, after=after, after_ok=after_ok)
+    kind, asked = submitted(code.script), program.values_of(options)
     own = {name: asked[name] for name in program.default_values(kind) if name not in _NOT_COMMON}
     return {
         "settings": changed(own, kind),
@@ -65,10 +63,15 @@ def common(options: SubmitTraining | SubmitScript, code: UserCode) -> CommonPart
     }
 
 
+def options_of(spec: GroupSpec, settings: Mapping[str, Any] = MappingProxyType({})) -> SubmitOptions:
+    """Return the options that the runs of a group have in common, completed with `settings`."""
+    return build(submitted(spec.script), {**spec.settings, **settings}, spec.script)
+
+
 def start_member(
-    group: GroupDir[Any], spec: GroupSpec, run: RunDir, settings: Mapping[str, Any], values: Mapping[str, str]
+    group: GroupDir[Any], spec: GroupSpec, run: RunDir, change: Callable[[ProgramFlags], ProgramFlags], **settings: Any
 ) -> bool:
-    """Submit a run of a group with its own `settings`, and `values` for the placeholders in its script's command line.
+    """Submit a run of a group with its own `settings`, after a change of the program's flags.
 
     If an earlier submission of the run was killed, resume it unchanged. Return False if another process submitted it.
 
@@ -79,9 +82,9 @@ def start_member(
     is_made = run.spec.exists()
     try:
         if is_made:
-            resume_run(options_of({"run": str(run.path)}))
+            resume_run(resumed({"run": str(run.path)}))
         else:
-            _submit_member(group, spec, run, settings, values)
+            _submit_member(group, spec, run, change, settings)
     except UserError:
         # After a refusal by Slurm, the run would have no job or, if new, no spec. So another process has submitted it.
         if History.load(run).last_job_id if is_made else run.spec.exists():
@@ -96,10 +99,16 @@ def lacks_job(summary: Summary) -> bool:
 
 
 def _submit_member(
-    group: GroupDir[Any], spec: GroupSpec, run: RunDir, settings: Mapping[str, Any], values: Mapping[str, str]
+    group: GroupDir[Any],
+    spec: GroupSpec,
+    run: RunDir,
+    change: Callable[[ProgramFlags], ProgramFlags],
+    settings: Mapping[str, Any],
 ) -> None:
-    script = tuple(filled(word, values) for word in spec.script)
-    place, is_file = spec.working_directory, script[:1] not in {(), ("-m",)}
+    own = {"name": run.name, "runs-dir": group.path, **{name.replace("_", "-"): settings[name] for name in settings}}
+    options = options_of(spec, own)
+    flags = change(options.program)
+    script, place = flags.script, spec.working_directory
     if Path(place).is_absolute():
         code = code_in_place(Path(place), script, elsewhere=True)
     else:
@@ -108,24 +117,10 @@ def _submit_member(
             root=group.code, top=group.code / (record.top if record else "."), working_directory=place, script=script,
             copied_from=group.code, copied_revision=spec.revision,
         )  # fmt: skip
-    # The path of the script is made absolute, so that it can be checked from any current directory.
-    typed = (str(group.code / place / script[0]), *script[1:]) if is_file else script
-    own = {"name": run.name, "runs-dir": group.path, **settings}
-    start_run(program.build(options_for(typed), {**spec.settings, **own}), typed, code=code)
-
-
-def filled(word: str, values: Mapping[str, str]) -> str:
-    """Return a word of a script's command line with its placeholders replaced by a run's values; other braces stay."""
-    for name, value in values.items():
-        word = word.replace(f"{{{name}}}", value)
-    return word
-
-
-def check_placeholders(names: Iterable[str], script: Sequence[str], flag: str) -> None:
-    """Raise UserError if a script's command line has no placeholder for one of the names."""
-    for name in names:
-        if not any(f"{{{name}}}" in word for word in script):
-            raise UserError(f"{flag} {name}: the command line of {program_of(script)} has no {{{name}}} for its value")
+    if script[:1] not in {(), ("-m",)}:
+        # The path of the script is made absolute, so that it can be checked from any current directory.
+        flags = replace(flags, script=(str(group.code / place / script[0]), *script[1:]))
+    start_run(replace(options, program=flags), code=code)
 
 
 class Supervision:

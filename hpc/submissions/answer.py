@@ -15,7 +15,6 @@ from hpc.submissions.new_run import NewRun
 from hpc.submissions.options import SubmitOptions
 from hpc.submissions.user_code.code_notes import code_line
 from hpc.submissions.user_code.script_hints import hints
-from training.config.dataset_layout import title_of
 
 
 def show_dry_run(new: NewRun, *, as_json: bool) -> None:
@@ -37,8 +36,7 @@ def show_dry_run(new: NewRun, *, as_json: bool) -> None:
         )
     else:
         text = agent_command(run) + "\n"
-    if spec.script:
-        notes += [starting_place(run, spec), *code_line(new.code)]
+    notes += _places(new)
     names = [Path(path).name for path in (*spec.after, *spec.after_ok)]
     if names:
         notes.append(f"it begins after {', '.join(f'run {visible(name)}' for name in names)}")
@@ -62,6 +60,11 @@ def starting_place(run: RunDir, spec: RunSpec) -> str:
     return visible(f"{program_of(spec.script)} starts in {spec.start_directory(run)}, with {python}")
 
 
+def _places(new: NewRun) -> list[str]:
+    """Return sentences about a script's place and its code; none for the classifier."""
+    return [starting_place(new.run, new.spec), *code_line(new.code)] if new.spec.script else []
+
+
 def show(new: NewRun, options: SubmitOptions) -> int:
     """Print the submitted run, or the dry run. With --wait, wait for the run's end. Returns the exit code."""
     for hint in hints(new.code, new.spec):
@@ -70,9 +73,7 @@ def show(new: NewRun, options: SubmitOptions) -> int:
         show_dry_run(new, as_json=options.json)
         return 0
     if not options.json:
-        print(*_data_line(new.spec), _first_line(new), sep="\n")
-        if new.spec.script:
-            print(*(f"  {line}" for line in (starting_place(new.run, new.spec), *code_line(new.code))), sep="\n")
+        print(*options.program.announcement(), _first_line(new), *(f"  {line}" for line in _places(new)), sep="\n")
         sys.stdout.flush()
     if options.wait:
         from hpc.status.printing import wait_for_end  # noqa: PLC0415 - loads rich, which only this needs
@@ -84,12 +85,6 @@ def show(new: NewRun, options: SubmitOptions) -> int:
         print(f"  {new.run.path}")
         cli.print_next(new.run, "status", "logs --follow", "cancel")
     return 0
-
-
-def _data_line(spec: RunSpec) -> list[str]:
-    if spec.training is None or spec.data is None or (title := title_of(Path(spec.data))) is None:
-        return []
-    return [f"training {spec.training.train.model} on {title}; use --data PATH for your own images"]
 
 
 def _first_line(new: NewRun) -> str:

@@ -5,7 +5,6 @@ Each check raises UserError with the flag, its value, and what to type. `resolve
 
 import dataclasses
 import os
-import shlex
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -14,15 +13,12 @@ from pathlib import Path
 from hpc.base.errors import UserError
 from hpc.base.files import nearest_existing
 from hpc.base.kernel import automounted_at, file_system_type
-from hpc.base.text import did_you_mean
 from hpc.base.units import format_minutes, walltime_minutes
 from hpc.run.ownership import who_may_rename
 from hpc.run.spec import Cluster, Resources, RunSpec
 from hpc.slurm.sinfo import Partition
 from hpc.submissions.runs_storage import LOST, Feature, has_been_seen_by_nodes, missing_features
 
-# Modules that start a script, and are themselves none.
-_LAUNCHERS = ("torch.distributed", "accelerate.", "deepspeed.")
 _NODE_LOCAL = (Path("/tmp"), Path("/dev/shm"))  # noqa: S108 - these are refused, not used
 # The space that the files of a run need besides its checkpoints.
 _MIN_FREE_BYTES = 64 * 2**20
@@ -137,7 +133,7 @@ def check_recovery(spec: RunSpec) -> None:
         raise UserError(
             f"--interface is {spec.network.interface}, but --cluster local has no network between nodes: leave it out"
         )
-    if spec.stop_signal and spec.training:
+    if spec.stop_signal and not spec.program.isolated:
         given = spec.recovery.stop_signal
         raise UserError(f"--stop-signal is {given}, but it applies only to your own script: leave it out")
     least = spec.resources.given_time_min
@@ -216,33 +212,3 @@ def check_is_shared(flag: str, path: Path | None) -> None:
     """Refuse a path that other nodes cannot see."""
     if path is not None and is_node_local(path):
         raise UserError(f"{flag} {path} is on this node's own disk: use a directory that all nodes share")
-
-
-def check_script(script: tuple[str, ...], *, has_data: bool) -> None:
-    """Refuse a missing script, a file that is not Python, a module without a name, and {data} without --data."""
-    if not has_data and (word := next((word for word in script[1:] if "{data}" in word), None)):
-        raise UserError(f"{word!r} asks for the place of the data on the node, but there is no --data: give one")
-    if script[0] == "-m":
-        name = script[1] if len(script) > 1 else ""
-        if not all(map(str.isidentifier, name.split("."))):
-            raise UserError("-m needs the name of a module: -- -m package.module ARGS")
-        return
-    path = Path(script[0])
-    if not path.is_file() and (own := _script_within(script)):
-        raise UserError(f"{script[0]!r} is not a Python file, and hpc submit itself starts the ranks: type {own}")
-    if path.suffix == ".sh" or (not path.exists() and shutil.which(script[0])):
-        raise UserError(f"{script[0]!r} is not a Python file: after --, give the file that it runs on each rank")
-    if not path.is_file():
-        files = [file.name for file in path.parent.glob("*.py")]
-        hint = did_you_mean(path.name, files, "give the path of a Python file after --")
-        raise UserError(f"script {script[0]!r} does not exist: {hint}")
-
-
-def _script_within(words: tuple[str, ...]) -> str | None:
-    """Return what to type for a command line that starts a script, such as `accelerate launch train.py`; else None."""
-    for place, word in enumerate(words[1:], 1):
-        if word.endswith(".py") and Path(word).is_file():
-            return f"-- {shlex.join(words[place:])}"
-        if word in {"-m", "--module"} and len(words) > place + 1 and not words[place + 1].startswith(_LAUNCHERS):
-            return f"-- {shlex.join(('-m', *words[place + 1 :]))}"
-    return None

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from hpc.base.errors import UserError
 from hpc.base.node_info import TorchBuild
+from hpc.run.device_choice import DeviceChoice
 from hpc.run.spec import Cluster
 from hpc.slurm import client as slurm
-from training.config.device_choice import DeviceChoice
 
 # One of these exists if a GPU's driver is loaded.
 _DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))

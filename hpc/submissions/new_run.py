@@ -19,12 +19,12 @@ from hpc.services.tracking.submission import at_trackers
 from hpc.slurm import client as slurm
 from hpc.slurm import handover
 from hpc.slurm.executor import SlurmExecutor, start_local
+from hpc.sources.python_environment import this_environment
 from hpc.submissions.options import SubmitOptions
 from hpc.submissions.plan import check_place, find_user_code, plan, warn
 from hpc.submissions.user_code.code_copy import copy_code
 from hpc.submissions.user_code.own_code import UserCode
 from hpc.submissions.user_python import environment_archive
-from jobs.staging.python_environment import this_environment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,6 @@ class NewRun:
 
 def start_run(
     options: SubmitOptions,
-    script: tuple[str, ...],
     fill: Callable[[RunDir, RunSpec], RunSpec] = lambda _, spec: spec,
     code: UserCode | None = None,
 ) -> NewRun:
@@ -63,7 +62,7 @@ def start_run(
     """
     # Nobody but the user may write to the files of the run (hpc.run.ownership). The job inherits this umask.
     os.umask(os.umask(0) | 0o022)
-    run, spec = plan(options, script)
+    run, spec = plan(options)
     code = code or find_user_code(options, spec)
     spec = dataclasses.replace(
         spec, program=code.program if code.script else spec.program, working_directory=code.working_directory,

@@ -1,34 +1,35 @@
 """The flags of `hpc submit` and of everything that submits: `hpc fork`, the Python API. Runs on the login node."""
 
-import dataclasses
 import os
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, TypeVar
 
-from hpc.base import program
+from hpc.base import flag_files, program
 from hpc.base.errors import UserError
 from hpc.base.flags import REPEATABLE, Flag
 from hpc.commands import cli
+from hpc.programs.kinds import DEFAULT, kind_for, others
+from hpc.programs.program_flags import ProgramFlags
+from hpc.programs.script_flags import OwnScript
+from hpc.run.device_choice import DeviceChoice
 from hpc.run.spec import Network, Notification, Recovery, Resources, Service
 from hpc.submissions.cluster_choice import SLURM_FLAGS, ClusterFlag
 from hpc.submissions.sbatch import sbatch_advice, sbatch_variables
-from training.config import command_line
-from training.config.command_line import RecipeName
-from training.config.device_choice import DeviceChoice
-from training.config.train_config import TrainConfig
 
 # The flags of the training that `--help` shows; `--help-all` shows all.
 _EVERYDAY = {
     "data", "model", "weights", "epochs", "batch_size", "lr", "weight_decay", "amp", "num_workers", "seed", "recipe",
 }  # fmt: skip
-_TRAINING = {"pack", "pack_size", "recipe", *(field.name for field in dataclasses.fields(TrainConfig))}
 _RARE = {
     "debug", "device", "container", "stage_keep", "stage_timeout", "python", "stage_env", "interface", "port_range",
     "notify", "notify_interruptions", "tracker", "grace_period", "stop_signal", "continue_with", "start_once",
     "time_min", "health_check", "evict_slow",
 }  # fmt: skip
+Options = TypeVar("Options", bound="SubmitOptions")
+_Class = TypeVar("_Class")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,40 +70,18 @@ class RunFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingFlags:
-    """Flags of a training, except the classifier's own."""
+class SubmitOptions(RunFlags, cli.Common):
+    """Submit a training to Slurm and keep it running until it is complete.
 
-    pack: Literal["off", "on", "auto"] = "off"
-    """Decode an image folder once on every node and train from the pixels (docs/how-to/pack-images.md).
-    Random crops are then taken from the centre square of each image. auto: pack if the run has enough epochs."""
-    pack_size: int | None = None
-    """Side in pixels of the images that --pack writes. Default: 8/7 of the model's image size, such as 256 for 224."""
-    recipe: RecipeName = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _OwnScript:
-    """Flags of your own script (-- script.py ARGS). It finds --data, any directory or archive, in $TORCHRELAY_DATA.
-
-    Further flags for scripts are --python, --container, --stop-signal and --grace-period (see hpc submit --help-all).
+    For example:
+      hpc submit --nodes 2 --gpus-per-node 4
+      hpc submit -N 2 --gpus-per-node a100:4 -t 12h --data /data/imagenet --model resnet50
+      hpc submit -N 2 --gpus-per-node 4 -t 12h -- train.py --lr 0.1
+      hpc submit job.sbatch --dry-run
     """
 
-    in_place: bool = False
-    """Run the script where it is instead of from a copy: edits then change the run when it restarts."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScriptFlags(_OwnScript):
-    """Flags of a user's script."""
-
-    data: Path | None = None
-    """Directory or archive to stage on every node; the script finds it, unpacked, in $TORCHRELAY_DATA."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SubmitOptions(RunFlags, cli.Common):
-    """The flags of every submission."""
-
+    program: ProgramFlags
+    """The program, with its own flags (`with_program`)."""
     resources: Resources = field(default_factory=Resources)
     recovery: Recovery = field(default_factory=Recovery)
     network: Network = field(default_factory=Network)
@@ -116,38 +95,36 @@ class SubmitOptions(RunFlags, cli.Common):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SubmitTraining(TrainingFlags, SubmitOptions):
-    """Submit a training to Slurm and keep it running until it is complete.
-
-    For example:
-      hpc submit --nodes 2 --gpus-per-node 4
-      hpc submit -N 2 --gpus-per-node a100:4 -t 12h --data /data/imagenet --model resnet50
-      hpc submit -N 2 --gpus-per-node 4 -t 12h -- train.py --lr 0.1
-      hpc submit job.sbatch --dry-run
-    """
-
-    train: TrainConfig
-
-
-@dataclass(frozen=True, kw_only=True)
 class _ScriptHelp:
-    # These fields are only for the usage line: tyro never sees words that `replace_file` and `split_script` take.
+    # These fields are only for the help: the parser never sees words that `replace_file` and `split_script` take.
     file: Annotated[str, Flag(metavar="[job.sbatch]", is_positional=True)] = ""
     """Batch script that works with sbatch; flags after it win over those in it."""
     script: Annotated[tuple[str, ...], Flag(metavar="[-- script.py ARGS]", is_positional=True)] = ()
     """Your own torchrun script with its arguments, or -m and a module, instead of the image classifier."""
-    own_script: _OwnScript = field(default_factory=_OwnScript)
+    own_script: OwnScript = field(default_factory=OwnScript)
 
 
-# The fields of the last base class come first.
-@dataclass(frozen=True, kw_only=True)
-class _SubmitHelp(SubmitTraining, _ScriptHelp):
-    __doc__ = SubmitTraining.__doc__
+def _for_help(options: type[SubmitOptions]) -> type[SubmitOptions]:
+    """Return the class of these options that the help shows, with the words and the flags of a script."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Shown(options, _ScriptHelp):  # type: ignore[valid-type, misc]  # fields of the last base class come first
+        pass
+
+    Shown.__doc__ = options.__doc__
+    return Shown
 
 
-@dataclass(frozen=True, kw_only=True)
-class SubmitScript(ScriptFlags, SubmitOptions):
-    """Submit your own torchrun script to Slurm and keep it running until it exits with 0."""
+@cache
+def with_program(options: type[_Class], flags: type[Any]) -> type[_Class]:
+    """Return the class of these options whose `program` has these flags of a program."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class WithProgram(options):  # type: ignore[valid-type, misc]  # a class that is known only here
+        program: flags  # type: ignore[valid-type]
+
+    WithProgram.__doc__ = options.__doc__
+    return WithProgram
 
 
 def split_script(arguments: list[str]) -> tuple[list[str], tuple[str, ...]]:
@@ -159,43 +136,21 @@ def split_script(arguments: list[str]) -> tuple[list[str], tuple[str, ...]]:
     return (flags if script else [*flags, "--"]), script  # explain() refuses a `--` that nothing follows
 
 
-def options_for(script: tuple[str, ...]) -> type[SubmitOptions]:
-    """Return the class of the flags for submitting this script or, if it is empty, a training."""
-    return SubmitScript if script else SubmitTraining
-
-
-def options_for_help(arguments: list[str], script: tuple[str, ...]) -> type[SubmitOptions]:
-    """Like `options_for`, but if the arguments ask for help on a training, return the class that the help shows."""
-    asked = not {"-h", "--help", "--help-all"}.isdisjoint(arguments)
-    return _SubmitHelp if asked and not script else options_for(script)
-
-
 def flag_names(options: type[Any]) -> dict[str, bool]:
     """Return the names of the flags that a --config file may set. The value is True for a switch."""
     not_in_files = {"config", "recipe", "help-all"}
-    return {name: switch for name, switch in command_line.flag_names(options).items() if name not in not_in_files}
+    return {name: switch for name, switch in flag_files.flag_names(options).items() if name not in not_in_files}
+
+
+def submitted(script: Sequence[str] = ()) -> type[SubmitOptions]:
+    """Return the class of the flags of `hpc submit` for a script or, without one, for the classifier."""
+    return with_program(SubmitOptions, kind_for(script))
 
 
 def is_everyday(flag: str) -> bool:
     """Return whether `--help` shows a flag; `--help-all` shows all."""
-    return flag not in _RARE and (flag in _EVERYDAY or flag not in _TRAINING)
-
-
-def reading_of(
-    options: type[Any], script: tuple[str, ...] = (), *, all_flags: bool = False, hidden: Collection[str] = ()
-) -> cli.Reading:
-    """Return how to read a command line with flags of `hpc submit`, completed by the user's defaults and files.
-
-    The help shows the everyday flags or, if `all_flags` is True, all flags, but never the `hidden` ones.
-    """
-    rare = {field.name for field in program.flags(options) if not is_everyday(field.name)}
-    of_script = (SubmitScript,) if issubclass(options, SubmitTraining) else ()
-    return cli.Reading(
-        complete=lambda typed: program.build(options, with_defaults(typed, options)),
-        refused=(SubmitTraining,) if script else of_script,
-        explain=sbatch_advice.explain,
-        shown=program.Help(hidden={*hidden, *(() if all_flags else rare)}),
-    )
+    own = {field.name for field in program.flags(DEFAULT)}
+    return flag not in _RARE and (flag in _EVERYDAY or flag not in own)
 
 
 def run_verb(
@@ -206,28 +161,57 @@ def run_verb(
     script: tuple[str, ...],
     hidden: Collection[str] = (),
 ) -> int:
-    """Run a verb that has the flags of a submission. `--help` shows the everyday flags, and `--help-all` shows all."""
-    all_flags = "--help-all" in arguments
-    reading = reading_of(options, script, all_flags=all_flags, hidden=hidden)
-    return cli.run(work, options, name, ["--help"] if all_flags else arguments, reading)
+    """Run a verb that has the flags of a submission, completed by the user's defaults and files.
+
+    `--help` shows the everyday flags, and `--help-all` all flags, but never the `hidden` ones.
+    """
+    kind, all_flags = kind_for(script), "--help-all" in arguments
+    parsed = with_program(options, kind)
+    if not script and not {"-h", "--help", "--help-all"}.isdisjoint(arguments):
+        parsed = _for_help(parsed)
+    rare = {field.name for field in program.flags(parsed) if not is_everyday(field.name)}
+    reading = cli.Reading(
+        complete=lambda typed: completed(typed, options, script),
+        refused=others(kind),
+        explain=sbatch_advice.explain,
+        shown=program.Help(hidden={*hidden, *(() if all_flags else rare)}),
+    )
+    return cli.run(work, parsed, name, ["--help"] if all_flags else arguments, reading)
 
 
-def with_defaults(given: Mapping[str, Any], options: type[Any]) -> dict[str, Any]:
-    """Complete the given flags with the user's defaults and files. A training that names no data gets a data set.
+def completed(typed: Mapping[str, Any], options: type[Options], script: tuple[str, ...] = ()) -> Options:
+    """Return the typed flags, completed by the user's defaults and files, with the program that they submit.
 
     Raises:
-        UserError: a flag is for another kind of program, or a file is wrong.
+        UserError: a flag is wrong or for another kind of program, or a file is wrong.
     """
-    known = flag_names(options)
-    for name in sorted(given.keys() - program.default_values(options).keys()):
+    kind = kind_for(script)
+    parsed = with_program(options, kind)
+    for name in sorted(typed.keys() - program.default_values(parsed).keys()):
         raise UserError(
-            f"--{name} applies to your own script: add -- script.py ARGS, or leave it out"
-            if "synthetic" in known
-            else f"--{name} is a flag of the image classifier: leave it out, or pass it to your script: "
+            f"--{name} is a flag of the image classifier: leave it out, or pass it to your script: "
             f"-- script.py --{name} ..."
+            if script
+            else f"--{name} applies to your own script: add -- script.py ARGS, or leave it out"
         )
-    values = sbatch_variables.merged(flag_names(SubmitTraining), os.environ)
-    if given.get("cluster") == "local":
-        values = {name: value for name, value in values.items() if name not in SLURM_FLAGS}
-    found = command_line.with_files(given, known, values)
-    return command_line.with_data(found, known) if "synthetic" in known else found
+    return build(parsed, with_defaults(typed, parsed, kind.preset), script)
+
+
+def with_defaults(
+    typed: Mapping[str, Any], parsed: type[Any], preset: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda _: {}
+) -> dict[str, Any]:
+    """Return the typed flags with those of files and of the user's defaults, and with a preset (`with_files`).
+
+    Raises:
+        UserError: a file is wrong.
+    """
+    defaults = sbatch_variables.merged(flag_names(submitted()), os.environ)
+    if typed.get("cluster") == "local":
+        defaults = {name: value for name, value in defaults.items() if name not in SLURM_FLAGS}
+    return flag_files.with_files(typed, flag_names(parsed), defaults, preset)
+
+
+def build(parsed: type[Options], values: Mapping[str, Any], script: tuple[str, ...] = ()) -> Options:
+    """Return options with these values, whose program is `script` unless that is empty."""
+    options = program.build(parsed, values)
+    return replace(options, program=replace(options.program, script=script)) if script else options

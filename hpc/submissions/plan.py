@@ -1,6 +1,5 @@
 """Checks a submission and resolves its flags to a run. Makes no run directory. Runs on the login node."""
 
-import dataclasses
 import os
 import secrets
 import sys
@@ -8,77 +7,64 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpc.base.errors import TorchrelayError, UserError, need_classifier
+from hpc.base.errors import TorchrelayError, UserError
 from hpc.base.text import visible
 from hpc.base.units import duration_seconds
 from hpc.commands import cli
 from hpc.run.nodedir import check_stage_dir
 from hpc.run.rundir import RunDir, check_run_name
 from hpc.run.spec import Cluster, RunSpec
-from hpc.run.spec_file import script_program
 from hpc.services.notification.recipients import with_known_names
 from hpc.services.tracking.submission import check_ready
 from hpc.slurm import client as slurm
 from hpc.slurm import sinfo
 from hpc.slurm.predecessors import dependency
-from hpc.submissions import checks, data_checks
+from hpc.submissions import checks
 from hpc.submissions.cluster_choice import choose_cluster, slurm_only
 from hpc.submissions.gpu_use import resolve_device
-from hpc.submissions.options import SubmitOptions, SubmitScript, SubmitTraining
+from hpc.submissions.options import SubmitOptions
 from hpc.submissions.user_code.code_notes import warnings_of_code
 from hpc.submissions.user_code.own_code import UserCode, code_in_place, find_code, own_environment
 from hpc.submissions.user_python import user_environment
-from training.config.model_names import check_model, resolve_weights
-from training.config.rules import without_effect
-from training.config.train_config import check_world
-from training.config.training_spec import Training, trainer_program
 
 # The shortest --stage-timeout, because an agent may be busy for a moment with deleting old copies and moving files.
 _MIN_STAGE_SECONDS = 10
 
 
-def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSpec]:
+def plan(options: SubmitOptions) -> tuple[RunDir, RunSpec]:
     """Check all flags, and return the run directory and the spec for them. Raises UserError at the first mistake."""
     if options.name is not None:
         check_run_name(options.name)
-    train = training = pack = None
-    if isinstance(options, SubmitTraining):
-        training, data = _training_of(options)
-        train, program = training.train, trainer_program(training.train, has_data=data is not None)
-        pack = data_checks.pack_size(options.pack, options.pack_size, train)
-        data_checks.check_data_on_device(train)
-    else:
-        data, program = _script_data(options, script), script_program(script)
+    resolved = options.program.resolve()
+    is_script = resolved.program.isolated
     in_terminal = sys.stdin is not None and sys.stdin.isatty()  # a daemon may have closed it
     cluster = choose_cluster(options.cluster, options.resources, in_terminal=in_terminal)
     checks.check_setup(options.resources.setup, cluster)
     if cluster == "slurm":
         resources = checks.resolve_resources(options.resources, sinfo.partitions(), options.recovery.spares)
-        checks.check_is_shared("--data", data)
-        checks.check_is_shared("--weights", Path(train.weights) if train and train.weights else None)
+        for flag, path in {"--data": resolved.data, **resolved.files}.items():
+            checks.check_is_shared(flag, path)
     else:
         resources = checks.local_resources(options.resources)
-    if train:
-        check_world(train, resources.max_nodes * resources.ranks_per_node)
+    options.program.check_ranks(resources.max_nodes * resources.ranks_per_node)
     checks.check_runs_dir(options.runs_dir, on_cluster=cluster == "slurm")
     for flag, value in (("--container", options.container), ("--python", options.python)):
-        user_environment.check_use(flag, value, trains=bool(train), stages=options.stage_env)
-    found = None if train or options.stage_env else user_environment.find_python()
+        user_environment.check_use(flag, value, trains=not is_script, stages=options.stage_env)
+    found = None if not is_script or options.stage_env else user_environment.find_python()
     image, python = user_environment.resolve(
         options.container, options.python, resources.setup, on_cluster=cluster == "slurm", found=found
     )
     # The torch of the user's own environment is unknown until the ranks run.
     build = None if python or image else user_environment.torch_build(None)
     device = resolve_device(options.device, resources.num_gpus, cluster, build)
-    kind = train.model if train else _name_of(script)
     runs_dir = options.runs_dir.expanduser().resolve()
-    name = options.name or _free_name(runs_dir, kind)
+    name = options.name or _free_name(runs_dir, resolved.name)
     run = RunDir(runs_dir / name)
     if os.path.lexists(run.path):
         raise UserError(f"run {name!r} exists already in {options.runs_dir}: choose another --name")
     spec = RunSpec(
         name=run.name, cluster=cluster, resources=resources, has_default_time=options.resources.time is None,
-        data=str(data) if data else None, program=program, training=training, pack=pack,
+        data=str(resolved.data) if resolved.data else None, program=resolved.program, pack=resolved.pack,
         stage_dir=check_stage_dir(str(options.stage_dir)),
         stage_keep=options.stage_keep, stage_timeout=options.stage_timeout, recovery=options.recovery,
         network=options.network, notification=with_known_names(options.notification),
@@ -129,35 +115,17 @@ def _check_predecessors(run: RunDir, spec: RunSpec) -> None:
         raise UserError(f"run {run.name} would never begin: {error}") from error
 
 
-def _training_of(options: SubmitTraining) -> tuple[Training, Path | None]:
-    """Return the classifier's part of the spec, and the data to stage."""
-    need_classifier("a training without a script")
-    check_model(options.train.model)
-    data = data_checks.training_data(options.train)
-    # The spec gets the path of the weights, because the nodes may have another cache than this machine.
-    weights = options.train.weights and str(resolve_weights(options.train.model, options.train.weights))
-    train = dataclasses.replace(options.train, data=str(data or ""), weights=weights)
-    return Training(train=train, recipe=options.recipe), data
-
-
-def _script_data(options: SubmitOptions, script: tuple[str, ...]) -> Path | None:
-    """Check a script and its data. Returns the path of the data to stage; None without --data."""
-    given = options.data if isinstance(options, SubmitScript) else None
-    checks.check_script(script, has_data=given is not None)
-    return data_checks.script_data(given) if given else None
-
-
-def _name_of(script: tuple[str, ...]) -> str:
-    """Return the first word of a script's default run name: `train` for `train.py` and for `-m package.train`."""
-    return script[1].rpartition(".")[2] if script[0] == "-m" else Path(script[0]).stem
-
-
 def find_user_code(options: SubmitOptions, spec: RunSpec) -> UserCode:
     """Return the user's code for the run. Raises UserError if it lacks the script."""
-    elsewhere = own_environment(spec)
-    if isinstance(options, SubmitScript) and options.in_place:
-        return code_in_place(Path.cwd(), spec.script, elsewhere=elsewhere)
-    return find_code(Path.cwd(), spec.script, options.runs_dir, elsewhere=elsewhere)
+    return code_of(options, elsewhere=own_environment(spec))
+
+
+def code_of(options: SubmitOptions, *, elsewhere: bool) -> UserCode:
+    """Like `find_user_code`. `elsewhere` says whether the script has a Python environment of its own."""
+    script = options.program.script
+    if options.program.in_place:
+        return code_in_place(Path.cwd(), script, elsewhere=elsewhere)
+    return find_code(Path.cwd(), script, options.runs_dir, elsewhere=elsewhere)
 
 
 def check_place(run: RunDir, spec: RunSpec) -> None:
@@ -179,8 +147,6 @@ def warn(options: SubmitOptions, spec: RunSpec, code: UserCode) -> None:
     if spec.cluster == "local":
         warnings += [f"{flag} has no effect: --cluster local has no Slurm" for flag in slurm_only(options.resources)]
     warnings += warnings_of_code(code, on_cluster=spec.cluster == "slurm")
-    if spec.train:
-        warnings += without_effect(spec.train)
-        warnings += data_checks.class_warnings(Path(spec.data)) if spec.data else []
+    warnings += options.program.warnings()
     for warning in warnings:
         print(visible(f"hpc submit: warning: {warning}"), file=sys.stderr)

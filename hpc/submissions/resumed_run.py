@@ -13,15 +13,19 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from torchrelay.checkpoint_files import list_checkpoints
 
 from hpc.base import program
-from hpc.base.errors import TorchrelayError, UserError, need_classifier
-from hpc.base.files import last_json_line, remove_directory, write_atomic
+from hpc.base.errors import TorchrelayError, UserError
+from hpc.base.files import remove_directory, write_atomic
+from hpc.base.flag_words import plain
+from hpc.base.flags import INTERNAL
 from hpc.base.text import few, visible
 from hpc.commands import cli
+from hpc.programs.kinds import program_of_run
+from hpc.programs.program_flags import Begun
 from hpc.run.causes import Cause
 from hpc.run.events.history import History
 from hpc.run.events.kinds import Cancelled, CheckpointSaved, Resubmitted, Resumed, SnapshotSaved, TrainCompleted
@@ -41,11 +45,9 @@ from hpc.slurm.executor import SlurmExecutor, start_local
 from hpc.slurm.predecessors import redirect_waiting_jobs
 from hpc.submissions import checks
 from hpc.submissions.new_run import preemption_grace
-from hpc.submissions.settings import adaptable_settings_of, plain, settings_of
+from hpc.submissions.settings import adaptable_settings_of, settings_of
 from hpc.submissions.user_code.package_copy import damaged_packages
 from hpc.submissions.user_code.renewed_code import prepare_code, replace_code, restore_code
-from training.config.changes import ADJUSTABLE, Begun, check_adjusted, refuse_on_resume
-from training.config.train_config import Adjustable, TrainConfig, check_world
 
 # The longest wait for the end of a cancelled job. Most jobs save and end sooner.
 _ENDING_SECONDS = 60.0
@@ -63,7 +65,8 @@ class ResumeOptions(cli.RunOptions):
     recovery: Recovery = field(default_factory=Recovery)
     network: Network = field(default_factory=Network)
     notification: Notification = field(default_factory=Notification)
-    train: Adjustable = field(default_factory=Adjustable)
+    program: Annotated[Any, INTERNAL] = None
+    """Changes of the flags of the run's program, by name."""
     new_code: bool = False
     """Run the present code of the repository in the current directory instead of the copy from the submission.
     What the run has written stays."""
@@ -79,16 +82,11 @@ def options_of(given: Mapping[str, Any]) -> ResumeOptions:
     runs_dir = cli.runs_dir(given)
     run = cli.find_own_run(name, runs_dir)
     spec = RunSpec.load(run)
-    of_training = {program.flag_name(field) for field in program.flags(TrainConfig)}
-    if spec.train is None and (unknown := sorted(given.keys() & of_training)):
-        raise UserError(
-            f"--{unknown[0]} is a flag of the image classifier, but run {run.name} runs {program_of(spec.script)}, "
-            "whose arguments hpc resume cannot change: leave it out"
-        )
-    refuse_on_resume(given.keys(), name, run.best)
     adjustable = program.default_values(ResumeOptions)
     own = {name: value for name, value in adaptable_settings_of(spec).items() if name in adjustable}
-    return program.build(ResumeOptions, {**own, **given, "runs-dir": runs_dir})
+    typed = {name: value for name, value in given.items() if name in adjustable}
+    changes = {name: value for name, value in given.items() if name not in adjustable}
+    return dataclasses.replace(program.build(ResumeOptions, {**own, **typed, "runs-dir": runs_dir}), program=changes)
 
 
 def resume_run(options: ResumeOptions) -> tuple[RunDir, dict[str, Any]]:
@@ -105,8 +103,6 @@ def resume_run(options: ResumeOptions) -> tuple[RunDir, dict[str, Any]]:
     os.umask(os.umask(0) | 0o022)
     run = cli.find_own_run(options.run, options.runs_dir)
     before = RunSpec.load(run)
-    if before.training:
-        need_classifier(f"run {run.name}")
     restore_code(run)
     seen = History.load(run)
     _wait_for_end(run, before, seen)
@@ -177,9 +173,8 @@ def _check_has_ended(run: RunDir, spec: RunSpec, history: History, typed: str) -
             f"{run.script} belongs to another run directory, so this one is a copy or was moved: type hpc fork "
             f"{typed} --name NEW"
         )
-    forked = spec.training is not None and spec.training.forked_from is not None
-    saved = forked or any(isinstance(event, CheckpointSaved | SnapshotSaved) for event in history.events)
-    if spec.train and saved and not list_checkpoints(run.checkpoints):
+    saved = spec.forked_from or any(isinstance(event, CheckpointSaved | SnapshotSaved) for event in history.events)
+    if saved and not list_checkpoints(run.checkpoints):
         raise UserError(
             f"run {run.name} has no checkpoints left in {run.checkpoints}, so it would start from the beginning: type "
             "hpc submit for a new run"
@@ -188,25 +183,19 @@ def _check_has_ended(run: RunDir, spec: RunSpec, history: History, typed: str) -
 
 def _adjusted(run: RunDir, before: RunSpec, options: ResumeOptions, history: History) -> RunSpec:
     """Return the spec with the flags of the command line. Checks changed flags as hpc submit does."""
-    adjusted = {name: getattr(options.train, name) for name in ADJUSTABLE}
-    train = dataclasses.replace(before.train, **adjusted) if before.train else None
+    completed, current = history.last(TrainCompleted), program_of_run(before)
+    begun = Begun(
+        run=run, typed=options.run, complete=history.is_complete, ended=completed.ended if completed else None
+    )
+    adjusted = current.adjusted(options.program or {}, begun)
+    kept = before.program if adjusted == current else adjusted.as_program()
     resources, has_default_time = options.resources, options.resources.time is None
     if has_default_time and resources.partition == before.resources.partition:
         resources = dataclasses.replace(resources, time=before.resources.time)
     after = dataclasses.replace(
-        before.with_training(train=train), resources=resources, recovery=options.recovery, network=options.network,
+        before, program=kept, resources=resources, recovery=options.recovery, network=options.network,
         notification=_adjusted_notification(before, options), has_default_time=has_default_time,
     )  # fmt: skip
-    complete = history.is_complete
-    if before.evaluation and complete:
-        raise UserError(f"run {run.name} is a complete evaluation: type hpc evaluate {before.evaluation.source} again")
-    if before.train and train:
-        completed = history.last(TrainCompleted)
-        ended = completed.ended if completed else None
-        epoch = (last_json_line(run.train_metrics) or {}).get("epoch", 0)
-        check_adjusted(before.train, train, Begun(run=options.run, epoch=epoch, ended=ended, complete=complete))
-    elif complete:
-        raise UserError(f"run {run.name} is complete: its script ended with exit code 0; submit it under a new name")
     if (after.resources, after.recovery, after.network) == (before.resources, before.recovery, before.network):
         return after
     checks.check_setup(after.resources.setup, after.cluster)
@@ -216,8 +205,7 @@ def _adjusted(run: RunDir, before: RunSpec, options: ResumeOptions, history: His
         resources = checks.local_resources(after.resources)
     after = dataclasses.replace(after, resources=resources)
     checks.check_recovery(after)
-    if train:
-        check_world(train, resources.max_nodes * resources.ranks_per_node)
+    adjusted.check_ranks(resources.max_nodes * resources.ranks_per_node)
     return after
 
 

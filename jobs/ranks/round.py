@@ -32,6 +32,7 @@ from hpc.base.environment import (
 from hpc.base.errors import TorchrelayError
 from hpc.base.files import make_below
 from hpc.run.code_files import CodeFiles
+from hpc.run.device_choice import RANK_VARIABLES
 from hpc.run.events import ledger
 from hpc.run.events.history import History
 from hpc.run.events.kinds import Checked
@@ -52,7 +53,6 @@ from jobs.ranks.standby import Standby
 from jobs.ranks.torchrun import Torchrun
 from jobs.ranks.torchrun_command import MAX_RESTARTS, PROCESS_WRAPPER, Rendezvous, torchrun_argv, torchrun_environment
 from jobs.stop_request import StopRequest
-from training.config.device_choice import RANK_VARIABLES
 
 _POLL_SECONDS = 0.1
 # Variables that name directories of the host, which a container does not have.

@@ -8,9 +8,8 @@ It runs once per node, before torchrun starts and so outside any collective.
     copy.py                copying batches from the source and from peers
     peers.py               transfers between nodes
     coordination.py        the plan: which node reads which batches
-    archive.py             unpacking
+    unpack_archive.py      unpacking
     store.py               the cache on this node's disk, and the manifest of each copy
     copy_progress.py       progress and cancellation
-    python_environment.py  the Python environment, which is staged as an archive
-    unpack_environment.py  its copy on this node
+    unpack_environment.py  the copy of a Python environment on this node
 """

@@ -12,26 +12,23 @@ import queue
 import stat
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from hpc.base.errors import TorchrelayError, UserError
+from hpc.sources.source_files import ARCHIVES, inside_name, is_archive, read_with_retries
 from jobs.staging.copy_progress import stop_if
 
-ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst", ".zip")
 # Enough threads to keep a parallel file system busy. One thread is enough for a local file system.
 _LISTING_THREADS = 8
 _POLL_SECONDS = 0.2
-# A restarting server or a stale NFS handle recovers within seconds.
-_RETRY_SECONDS = (0.5, 2.0, 5.0)
 _LONGEST_NAME, _RECORDS_PER_LINE = 200, 1000
 # A batch is many small files or a part of a large one. A small data set has at least 64 batches if possible, so that
 # every node has some to read.
 _LARGEST_BATCH, _SMALLEST_BATCH, _BATCHES = 16 * 2**20, 2**20, 64
-_Result = TypeVar("_Result")
 
 
 def absolute(path: Path) -> Path:
@@ -40,11 +37,6 @@ def absolute(path: Path) -> Path:
     Symlinks such as `datasets/current` are not resolved.
     """
     return Path(os.path.abspath(path))  # noqa: PTH100 - pathlib leaves `..` in
-
-
-def is_archive(path: Path) -> bool:
-    """Return whether a path is a file with the name of an archive: staging unpacks it."""
-    return path.name.endswith(ARCHIVES) and path.is_file()
 
 
 class SourceFile(NamedTuple):
@@ -157,14 +149,6 @@ def unpack_records(content: bytes) -> tuple[Any, list[Any]]:
     except zlib.error as error:
         raise ValueError(str(error)) from error
     return json.loads(head), [record for line in lines for record in json.loads(line)]
-
-
-def inside_name(name: str) -> str:
-    """Normalize a path below a directory. Raises UserError if it is absolute, contains `..`, or is empty."""
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
-        raise UserError(f"{name!r} leads out of its directory: rename that file of the data set")
-    return str(path)
 
 
 class _Directory(NamedTuple):
@@ -287,20 +271,6 @@ def read_chunk(listing: SourceListing, chunk: FileChunk, into: memoryview, cance
             os.close(descriptor)
 
     read_with_retries(path, read, cancelled)
-
-
-def read_with_retries(path: str, read: Callable[[], _Result], cancelled: threading.Event) -> _Result:
-    """Call `read`, and again after errors of storage. Raises TorchrelayError after the last try, or if cancelled."""
-    for pause in (*_RETRY_SECONDS, None):
-        try:
-            return read()
-        except OSError as error:
-            if pause is None or cancelled.wait(pause):
-                raise TorchrelayError(
-                    f"{path} could not be read on {os.uname().nodename} ({error.strerror or error}), "
-                    f"{len(_RETRY_SECONDS) + 1} times: restore it, or leave that node out with --exclude"
-                ) from error
-    raise AssertionError
 
 
 def check_unchanged(path: str, status: os.stat_result, listed: tuple[int, int]) -> None:

@@ -15,7 +15,6 @@ from typing import Self
 from hpc.base.errors import BadNodeError, TorchrelayError
 from hpc.base.files import DISK_FULL
 from hpc.run.nodedir import NoLocksError
-from jobs.staging.archive import unpack
 from jobs.staging.coordination import Address, CacheStatus, StagingGroup
 from jobs.staging.copy import Copy, CopyStats, checksums_by_batch, copied_files
 from jobs.staging.copy_progress import CancellableWait, CopyProgress, NoProgressError, Watch
@@ -31,6 +30,7 @@ from jobs.staging.store import (
     is_memory,
     open_store,
 )  # fmt: skip
+from jobs.staging.unpack_archive import unpack
 
 # The first node assigns the batches within seconds. If it takes longer than this, this node reads everything.
 _PLAN_SECONDS = 60.0

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from hpc.base.errors import BadNodeError, TorchrelayError
 from hpc.run.events.kinds import EnvironmentStaged
+from hpc.sources.python_environment import EnvironmentDescription
+from hpc.sources.source_files import inside_name
 from jobs.node_attempt import log
 from jobs.ranks.round import activated_environment
 from jobs.staging.copy_progress import CancellableWait, Watch, stop_if
 from jobs.staging.node_staging import NodeStaging
-from jobs.staging.python_environment import EnvironmentDescription
-from jobs.staging.source import inside_name
 from jobs.staging.stager import NoRoomError
 
 # Fails unless the interpreter runs in the copy and imports the copy's torch.

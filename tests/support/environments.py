@@ -10,8 +10,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from hpc.sources.python_environment import PythonEnvironment
 from hpc.submissions.user_python.environment_archive import find_or_make
-from jobs.staging.python_environment import PythonEnvironment
 
 ROOT = Path(__file__).parents[2]
 SITE = f"lib/python3.{sys.version_info.minor}/site-packages"

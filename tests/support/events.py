@@ -19,8 +19,8 @@ from hpc.run.rundir import RunDir
 from hpc.run.spec import Resources, RunSpec
 from hpc.run.spec_file import script_program
 from jobs.node_attempt import NodeAttempt
+from training.config.classifier import ClassifierFlags
 from training.config.train_config import TrainConfig
-from training.config.training_spec import Training, trainer_program
 
 
 def event(kind: str, at: float | None = None, **fields: Any) -> Event:
@@ -209,7 +209,7 @@ def script_spec(*script: str, **settings: Any) -> RunSpec:
 
 def of_training(train: TrainConfig, **more: Any) -> dict[str, Any]:
     """Return the settings of a spec that make it a training's."""
-    return {"program": trainer_program(train, has_data=not train.synthetic), "training": Training(train=train, **more)}
+    return {"program": ClassifierFlags(train=train, **more).as_program()}
 
 
 def recorded_run(path: Path, *events: Event, **settings: Any) -> RunDir:

@@ -8,10 +8,10 @@ flags of a checkpoint.
 from collections.abc import Collection
 from dataclasses import fields
 from pathlib import Path
-from typing import NamedTuple
 
 from hpc.base.errors import UserError
 from hpc.base.text import flag
+from hpc.programs.program_flags import Begun
 from hpc.run.rundir import MODEL_WEIGHTS
 from training.config.train_config import Adjustable, TrainConfig
 
@@ -25,18 +25,6 @@ ADJUSTABLE = frozenset(field.name for field in fields(Adjustable))
 _OF_THE_BEGINNING = frozenset({"weights", "synthetic"})
 # In these schedules every learning rate depends on the number of epochs.
 _PLANNED = frozenset({"cosine", "one-cycle"})
-
-
-class Begun(NamedTuple):
-    """A training that has begun."""
-
-    run: str
-    """The run's name or directory, as the user typed it."""
-    epoch: int
-    """Number of the epoch that has begun last; 0 before the first step."""
-    ended: str | None
-    """PATIENCE or MAX_HOURS of `training.engine.early_stopping` if a complete training ended early, else None."""
-    complete: bool
 
 
 def refuse_on_resume(names: Collection[str], run: str, best: Path) -> None:
@@ -72,14 +60,16 @@ def refuse_on_fork(changed: Collection[str], best: Path) -> None:
         )
 
 
-def check_adjusted(before: TrainConfig, after: TrainConfig, begun: Begun) -> None:
+def check_adjusted(before: TrainConfig, after: TrainConfig, begun: Begun, epoch: int) -> None:
     """Refuse --epochs that would change the steps done, and flags that add no steps to a complete training.
+
+    `epoch` is the number of the epoch that has begun last; 0 before the first step.
 
     Raises:
         UserError: says what to type instead.
     """
-    fork = f"type hpc fork {begun.run} --name NEW --epochs {after.epochs}"
-    if after.epochs != before.epochs and begun.epoch:
+    fork = f"type hpc fork {begun.typed} --name NEW --epochs {after.epochs}"
+    if after.epochs != before.epochs and epoch:
         if before.initial_image_size is not None:
             raise UserError(
                 f"--epochs is {after.epochs}, but with --initial-image-size the size of the images depends on it, and "
@@ -94,13 +84,12 @@ def check_adjusted(before: TrainConfig, after: TrainConfig, begun: Begun) -> Non
                 f"steps so far are those of --epochs {before.epochs}: {fork}, which continues from the "
                 f"newest checkpoint with the learning rates of {after.epochs} epochs"
             )
-        if after.epochs < begun.epoch:
+        if after.epochs < epoch:
             raise UserError(
-                f"--epochs is {after.epochs}, but run {begun.run} has been in epoch {begun.epoch}: "
-                f"use {begun.epoch} or more"
+                f"--epochs is {after.epochs}, but run {begun.typed} has been in epoch {epoch}: use {epoch} or more"
             )
     if begun.complete and not _goes_on(before, after, begun.ended):
-        raise UserError(f"run {begun.run} is complete: {_HOW_TO_GO_ON[begun.ended]}")
+        raise UserError(f"run {begun.typed} is complete: {_HOW_TO_GO_ON[begun.ended]}")
 
 
 _HOW_TO_GO_ON = {

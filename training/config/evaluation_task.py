@@ -1,14 +1,19 @@
 """Owns the task that `hpc evaluate` gives the ranks: a model, and the split of the data to evaluate on.
 
-Runs on the login node and on every rank; imports no torch.
+The task is a file beside the copy of the model in the run directory. Runs on the login node and on every rank; imports
+no torch.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, Self
 
 from hpc.base.errors import UserError
+from hpc.base.files import write_json
 from training.config.dataset_layout import DataLayout
 
+_FILE = "evaluation.json"
 SplitChoice = Literal["auto", "test", "val", "train"]
 Split = Literal["test", "val", "train"]
 
@@ -27,6 +32,31 @@ class EvaluationTask:
     split: SplitChoice = "auto"
     other_data: bool = False
     """Whether the data differ from the training's data, so that all images can be used."""
+
+    @property
+    def title(self) -> str:
+        """Words such as `Evaluation of best model of run-1, after step 500`."""
+        which = f"{self.checkpoint} model of " if self.checkpoint in {"best", "last"} else ""
+        after = f", after step {self.step:,}" if self.step is not None else ""
+        return f"Evaluation of {which}{self.source}{after}"
+
+    def save(self, model: Path) -> None:
+        """Write the task into the directory of the model."""
+        write_json(model / _FILE, asdict(self))
+
+    @classmethod
+    def load(cls, model: Path) -> Self | None:
+        """Read the task of a run with this directory of a model; None if the run is not an evaluation.
+
+        Raises:
+            UserError: the file is damaged, or of another version.
+        """
+        try:
+            return cls(**json.loads((model / _FILE).read_bytes()))
+        except FileNotFoundError:
+            return None
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{model / _FILE} is damaged, or of another version: {error}") from error
 
 
 def choose_split(task: EvaluationTask, layout: DataLayout, val_split: float) -> Split:

@@ -1,8 +1,8 @@
 """TrainConfig: every training flag, its default and its help. RankOptions: the options of one rank.
 
 Runs on the login node (before anything is queued) and on every rank. Imports neither torch nor torchvision, which take
-seconds and may not be installed on a login node. Ranks that a node agent starts read the run's spec
-(`training.config.training_spec`); ranks started by hand parse their command line (`training.config.command_line`).
+seconds and may not be installed on a login node. Ranks that a node agent starts get resolved
+flags (`training.config.classifier`); for ranks started by hand, files may add some (`training.config.command_line`).
 """
 
 import math
@@ -255,6 +255,11 @@ def highest_learning_rate(config: TrainConfig) -> float:
     return base_learning_rate(config) * _SCALINGS[config.lr_scaling](config.batch_size / SCALE_BATCH)
 
 
+def needs_compiler(train: TrainConfig) -> bool:
+    """Return whether the trainer uses torch's compiler, or a part of torch that cannot do without it."""
+    return train.compile or train.strategy == "fsdp" or train.checkpoint_activations
+
+
 def samples_per_group(config: TrainConfig) -> int:
     """Return how many consecutive images of a batch must go to the same rank: 2 with mixup or cutmix, else 1."""
     return 2 if config.mixup or config.cutmix else 1
@@ -289,5 +294,7 @@ class RankOptions:
     """Number of this attempt at the run."""
     node_dir: Path | None = None
     """Directory in this node's memory for snapshots and heartbeats, which outlive the ranks."""
+    resolved: bool = False
+    """Whether all flags are resolved, so that neither those of --recipe nor a data set are added."""
     fault: Annotated[str, Flag(metavar="POINT@STEP:RANK")] = ""
     """For tests: the fault to inject, POINT@STEP:RANK (training.runtime.fault_injection). Also TORCHRELAY_FAULT."""

@@ -9,8 +9,7 @@ from msgspec import convert
 from hpc.run.events.kinds import Preflight, Software
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.rules import check_validation
-from training.config.train_config import check_world
-from training.config.training_spec import needs_compiler
+from training.config.train_config import check_world, needs_compiler
 from training.data.build import load_data, move_to_device, synthetic_data
 from training.data.freed_memory import keep_freed_memory
 from training.engine.evaluation_run import EvaluationRun

@@ -14,7 +14,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # exported, b
 
 from hpc.base.errors import BadNodeError, TorchrelayError, UserError
 from hpc.run.causes import is_device_failure
-from training.config.device_choice import must_use_gpu
+from hpc.run.device_choice import must_use_gpu
 from training.runtime.busy_gpu import driver_recovers, passes
 from training.runtime.run_context import RankInfo
 

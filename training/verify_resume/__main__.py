@@ -25,10 +25,10 @@ from hpc.base.files import read_json_lines, write_json
 from hpc.run.events.history import History
 from hpc.run.events.kinds import TrainStarted
 from hpc.run.rundir import RunDir
+from training.config.classifier import Training, spec_argv
 from training.config.command_line import TrainFlags, parse_flags
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.train_config import TrainConfig, check_world
-from training.config.training_spec import Training, spec_argv
 from training.runtime.counter_rng import Purpose, derive_key, rand_int
 from training.runtime.determinism import describe_numerics
 from training.runtime.fault_injection import NO_FAULT, POINTS, Fault

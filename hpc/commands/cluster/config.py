@@ -11,11 +11,10 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from hpc.base import program
+from hpc.base.flag_files import default_files, overlay
 from hpc.commands import cli
-from hpc.submissions.options import SubmitTraining, flag_names
+from hpc.submissions.options import flag_names, submitted
 from hpc.submissions.sbatch import sbatch_variables
-from training.config.command_line import overlay
-from training.config.defaults import files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +33,7 @@ def config(environment: Mapping[str, str], options: ConfigOptions) -> int:
     """Print each default and where it comes from."""
     values = {name: (value, "built in") for name, value in _built_in().items()} if options.all else {}
     merged = dict[str, Any]()
-    for one in sbatch_variables.read(flag_names(SubmitTraining), environment):
+    for one in sbatch_variables.read(flag_names(submitted()), environment):
         for name in one.settings:
             sources = [values[name][1]] if name in merged and isinstance(merged[name], list) else []
             values[name] = (overlay(merged, one.settings)[name], ", ".join([*sources, one.source]))
@@ -43,7 +42,7 @@ def config(environment: Mapping[str, str], options: ConfigOptions) -> int:
         flags = [{"flag": name, "value": value, "source": source} for name, (value, source) in sorted(values.items())]
         cli.print_json({"flags": flags})
         return 0
-    for path in files():
+    for path in default_files():
         print(f"{path}{'' if os.path.lexists(path) else ' (does not exist)'}")
     table = Table("flag", *(Column(name, overflow="fold") for name in ("default", "from")), box=None)
     for name, (value, source) in sorted(values.items()):
@@ -55,10 +54,10 @@ def config(environment: Mapping[str, str], options: ConfigOptions) -> int:
 
 
 def _built_in() -> dict[str, Any]:
-    known = flag_names(SubmitTraining)
+    known = flag_names(submitted())
     return {
         name: list(value) if isinstance(value, tuple) else str(value)
-        for name, value in program.default_values(SubmitTraining).items()
+        for name, value in program.default_values(submitted()).items()
         if name in known and value is not None
     }
 

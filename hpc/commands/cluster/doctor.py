@@ -84,7 +84,7 @@ def measurements_of(run: RunDir) -> RunMeasurements:
     return RunMeasurements(
         name=run.name,
         save_seconds=history.save_seconds,
-        is_script=RunSpec.load(run).train is None,
+        is_script=RunSpec.load(run).program.isolated,
         in_place=next((one.in_place for one in last.of(DataStaged) if one.in_place), None),
         no_snapshots=without[0].reason if without else None,
         not_forked=unforked[0].detail if unforked else None,

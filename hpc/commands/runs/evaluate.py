@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,17 +20,19 @@ from torchrelay.checkpoint_files import STATE_VALUES, checkpoint_path, find_dama
 from hpc.base import program
 from hpc.base.errors import UserError, need_classifier
 from hpc.base.files import link_files
-from hpc.base.flags import POSITIONAL, Flag
+from hpc.base.flags import INTERNAL, POSITIONAL, Flag
 from hpc.base.text import few
 from hpc.commands import cli
+from hpc.programs.kinds import program_of_run
 from hpc.run.rundir import MODEL_CARD, MODEL_WEIGHTS, RunDir
-from hpc.run.spec import RunSpec
+from hpc.run.spec import RunSpec, program_of
+from hpc.sources.source_files import is_archive
 from hpc.submissions.answer import show
 from hpc.submissions.new_run import NewRun, start_run
-from hpc.submissions.options import SubmitOptions, SubmitTraining, with_defaults
+from hpc.submissions.options import SubmitOptions, with_defaults
 from hpc.submissions.sbatch.sbatch_advice import explain
 from hpc.submissions.settings import settings_of
-from jobs.staging.source import is_archive
+from training.config.classifier import ClassifierFlags
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.evaluation_task import EvaluationTask, SplitChoice, choose_split
 from training.config.train_config import TrainConfig
@@ -72,6 +74,7 @@ class EvaluateOptions(SubmitOptions):
     you do not give, such as --partition and --gpus-per-node, are those of the evaluated run.
     """
 
+    program: Annotated[ClassifierFlags | None, INTERNAL] = None  # type: ignore[assignment]  # `evaluate` makes it
     run: Annotated[str, POSITIONAL]
     """Directory or name of a run, which may still be running, or a file of hpc export."""
     checkpoint: Annotated[str, Flag(metavar="WHICH")] = "best"
@@ -94,6 +97,8 @@ class Subject:
     """The run's directory, or the exported file."""
     spec: RunSpec | None
     """The spec of the run; None for an exported file."""
+    trained: ClassifierFlags | None = None
+    """The flags of the training; None for an exported file."""
 
     @property
     def name(self) -> str:
@@ -136,14 +141,15 @@ def find_subject(name: str, runs_dir: Path) -> Subject:
         return Subject(path=path.absolute(), spec=None)
     run = cli.find_run(name, runs_dir)
     spec = RunSpec.load(run)
-    if spec.evaluation is not None:
-        raise UserError(f"run {name} is itself an evaluation: evaluate {spec.evaluation.source}")
-    if spec.train is None:
+    if (task := EvaluationTask.load(run.model)) is not None:
+        raise UserError(f"run {name} is itself an evaluation: evaluate {task.source}")
+    trained = program_of_run(spec)
+    if not isinstance(trained, ClassifierFlags):
         raise UserError(
-            f"run {name} runs {spec.script[0]}, and only that script knows its model: evaluate it with your own "
-            "script, hpc submit -- script.py"
+            f"run {name} runs {program_of(spec.script)}, and only that script knows its model: evaluate it with your "
+            "own script, hpc submit -- script.py"
         )
-    return Subject(path=run.path, spec=spec)
+    return Subject(path=run.path, spec=spec, trained=trained)
 
 
 def evaluate(options: EvaluateOptions) -> NewRun:
@@ -155,16 +161,11 @@ def evaluate(options: EvaluateOptions) -> NewRun:
     if not is_archive(Path(train.data)):
         choose_split(task, check_data(resolve_data(train.data)), train.val_split)
     pack = subject.spec.pack if subject.spec and not task.other_data else None
-    given = {field.name: getattr(options, field.name) for field in fields(SubmitOptions)}
-    submission = SubmitTraining(
-        **{**given, "name": options.name or _free_name(options, subject)},
-        train=train,
-        pack="off" if pack is None else "on",
-        pack_size=pack,
-    )
+    flags = ClassifierFlags(train=train, pack="off" if pack is None else "on", pack_size=pack)
+    submission = replace(options, name=options.name or _free_name(options, subject), program=flags)
     if subject.spec:
         find_model(RunDir(subject.path), options.checkpoint)  # before the run directory is made, also in a dry run
-    return start_run(submission, (), partial(_give_model, subject, task))
+    return start_run(submission, partial(_give_model, subject, task))
 
 
 def _task(options: EvaluateOptions, subject: Subject) -> EvaluationTask:
@@ -177,7 +178,7 @@ def _task(options: EvaluateOptions, subject: Subject) -> EvaluationTask:
 
 
 def _settings(options: EvaluateOptions, subject: Subject) -> TrainConfig:
-    trained = subject.spec.train if subject.spec else None
+    trained = subject.trained.train if subject.trained else None
     data = options.data or (subject.spec.data if subject.spec else None)
     if data is None:
         what = "was trained on generated images" if trained else "is a file, which does not say where its data are"
@@ -265,7 +266,8 @@ def _give_model(subject: Subject, task: EvaluationTask, run: RunDir, spec: RunSp
     if subject.spec is None:
         run.model.mkdir()
         shutil.copyfile(subject.path, run.model / subject.path.name)
-        return spec.with_training(evaluation=task)
+        task.save(run.model)
+        return spec
     source = RunDir(subject.path)
     for _ in range(_TRIES):
         # The other run, if it trains, may replace or delete the model meanwhile: then it has a newer one.
@@ -273,7 +275,8 @@ def _give_model(subject: Subject, task: EvaluationTask, run: RunDir, spec: RunSp
             with suppress(FileNotFoundError):
                 link_files(directory, run.model)
                 if _is_whole(source, run):
-                    return spec.with_training(evaluation=replace(task, **_progress(run.model)))
+                    replace(task, **_progress(run.model)).save(run.model)
+                    return spec
             shutil.rmtree(run.model, ignore_errors=True)
     raise UserError(f"the model {task.checkpoint} of run {source.name} is damaged: use another --checkpoint")
 

@@ -6,9 +6,10 @@ hard links to the checkpoint and the best model: nothing writes to these files, 
 
 import json
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,15 +20,15 @@ from hpc.base.errors import UserError
 from hpc.base.files import json_line, link_files, read_json_lines, write_atomic
 from hpc.base.flags import POSITIONAL, Flag
 from hpc.commands import cli
+from hpc.programs.kinds import DEFAULT, others, program_of_run
+from hpc.programs.program_flags import ProgramFlags
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec, program_of
 from hpc.submissions.answer import show
 from hpc.submissions.new_run import NewRun, start_run
-from hpc.submissions.options import SubmitTraining
+from hpc.submissions.options import SubmitOptions, build, split_script, with_program
 from hpc.submissions.sbatch.sbatch_advice import explain
 from hpc.submissions.settings import adaptable_settings_of
-from training.config.changes import refuse_on_fork
-from training.config.train_config import TrainConfig
 
 _OF_NEW_TRAININGS = ("config", "recipe")
 _OF_THE_FORK = {"run", "name", "runs_dir", "tracker", "dry_run", "wait", "json", "debug"}
@@ -35,11 +36,15 @@ _TRIES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForkOptions(SubmitTraining):
+class ForkOptions(SubmitOptions):
     """Submit a new run that continues from the newest checkpoint of another run, with other flags.
 
-    Flags that you leave out have the values that they have in the other run. The metrics up to the checkpoint are
-    copied into the new run as attempt 0.
+    For example:
+      hpc fork first --name low --lr 0.01
+      hpc fork mine --name low -- --lr 0.01
+
+    Flags that you leave out have the values that they have in the other run. What follows -- is added to the arguments
+    of the other run's script. The metrics up to the checkpoint are copied into the new run as attempt 0.
     """
 
     run: Annotated[str, POSITIONAL]
@@ -50,17 +55,24 @@ class ForkOptions(SubmitTraining):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb."""
-    inherited = {field.name for field in program.flags(ForkOptions)} - _OF_THE_FORK
+    flags, arguments = split_script(list(sys.argv[1:] if argv is None else argv))
+    parsed = with_program(ForkOptions, DEFAULT)
+    inherited = {field.name for field in program.flags(parsed)} - _OF_THE_FORK
     reading = cli.Reading(
-        complete=options_of,
+        complete=lambda typed: options_of(typed, arguments),
+        refused=others(DEFAULT),
         explain=explain,
         shown=program.Help(hidden=(*_OF_NEW_TRAININGS, "help_all"), inherited=inherited),
     )
-    return cli.run(lambda options: show(fork(options), options), ForkOptions, "fork", argv, reading)
+    return cli.run(lambda options: show(fork(options), options), parsed, "fork", flags, reading)
 
 
-def options_of(given: Mapping[str, Any]) -> ForkOptions:
-    """Complete the given flags with the settings of the other run. Raises UserError if a flag is wrong."""
+def options_of(given: Mapping[str, Any], arguments: Sequence[str] = ()) -> ForkOptions:
+    """Complete the given flags with the settings of the other run, whose program also gets these arguments.
+
+    Raises:
+        UserError: a flag or an argument is wrong.
+    """
     name = given.get("run")
     if name is None:
         raise UserError("no run is named: type hpc fork NAME --name NEW; hpc status lists the runs")
@@ -71,15 +83,19 @@ def options_of(given: Mapping[str, Any]) -> ForkOptions:
             raise UserError(f"--{flag} is only for new trainings: give the flags that change instead")
     source = cli.find_own_run(name, cli.runs_dir(given))
     spec = RunSpec.load(source)
-    if spec.evaluation is not None:
-        raise UserError(f"run {name} is an evaluation: fork the run that it evaluated, {spec.evaluation.source}")
-    if spec.train is None:
+    before = program_of_run(spec)
+    parsed = with_program(ForkOptions, type(before))
+    of_program = program.values_of(before).keys()
+    for flag in sorted(given.keys() - program.default_values(parsed).keys()):
         raise UserError(
-            f"run {name} runs {program_of(spec.script)}, which keeps its own checkpoints: submit it under a new "
-            "name, with its own argument for resuming from a checkpoint"
+            f"--{flag} is a flag of another kind of program, but run {name} runs {program_of(spec.program.argv)}: "
+            f"type -- --{flag} ... for an argument of the script"
         )
-    refuse_on_fork([field.name for field in fields(TrainConfig) if program.flag_name(field) in given], source.best)
-    return program.build(ForkOptions, {"runs-dir": source.path.parent, **adaptable_settings_of(spec), **given})
+    options = build(parsed, {"runs-dir": source.path.parent, **adaptable_settings_of(spec), **given}, before.script)
+    after = options.program.with_arguments(arguments) if arguments else options.program
+    old, new = program.values_of(before), program.values_of(after)
+    after.check_fork([flag for flag in of_program if new[flag] != old[flag]], source)
+    return replace(options, program=after)
 
 
 def fork(options: ForkOptions) -> NewRun:
@@ -89,10 +105,10 @@ def fork(options: ForkOptions) -> NewRun:
         raise UserError(
             f"run {source.name} has no checkpoint in {source.checkpoints}: wait for the first one, or type hpc submit"
         )
-    return start_run(options, (), lambda run, spec: give_newest_checkpoint(source, run, spec))
+    return start_run(options, lambda run, spec: give_newest_checkpoint(source, run, spec, options.program))
 
 
-def give_newest_checkpoint(source: RunDir, run: RunDir, spec: RunSpec) -> RunSpec:
+def give_newest_checkpoint(source: RunDir, run: RunDir, spec: RunSpec, flags: ProgramFlags) -> RunSpec:
     """Give a new run the newest intact checkpoint of `source`, the metrics up to it, and the best model until then.
 
     Returns the new run's spec, which then names the checkpoint.
@@ -112,14 +128,10 @@ def give_newest_checkpoint(source: RunDir, run: RunDir, spec: RunSpec) -> RunSpe
         shutil.rmtree(copy, ignore_errors=True)
     else:
         raise UserError(f"run {source.name} has no intact checkpoint in {source.checkpoints}: type hpc submit")
-    epochs_done = json.loads((copy / STATE_VALUES).read_bytes())["objects"]["progress"]["epoch"]
-    if spec.train and epochs_done >= spec.train.epochs:
-        raise UserError(
-            f"--epochs is {spec.train.epochs}, but {path.name} of run {source.name} is after epoch {epochs_done}: "
-            f"use --epochs {epochs_done + 1} or more"
-        )
+    objects = json.loads((copy / STATE_VALUES).read_bytes())["objects"]
+    flags.check_start(objects, f"{path.name} of run {source.name}")
     _give_results(source, run, step_of(path))
-    return spec.with_training(forked_from=str(path))
+    return replace(spec, forked_from=str(path))
 
 
 def _give_results(source: RunDir, run: RunDir, step: int) -> None:

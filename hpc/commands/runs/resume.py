@@ -5,21 +5,23 @@ from collections.abc import Sequence
 from hpc.base import program
 from hpc.base.text import visible
 from hpc.commands import cli
+from hpc.programs.kinds import DEFAULT
 from hpc.slurm import handover
+from hpc.submissions.options import with_program
 from hpc.submissions.resumed_run import ResumeOptions, options_of, resume_run
 from hpc.submissions.sbatch.sbatch_advice import explain
-from training.config.train_config import TrainConfig
 
 _OF_THE_RESUMPTION = {"run", "runs_dir", "new_code", "wait", "json", "debug"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb."""
-    of_the_run = {field.name for field in program.flags(ResumeOptions)} - _OF_THE_RESUMPTION
+    parsed = with_program(ResumeOptions, DEFAULT.ADJUSTABLE)
+    of_the_run = {field.name for field in program.flags(parsed)} - _OF_THE_RESUMPTION
     reading = cli.Reading(
-        complete=options_of, refused=(TrainConfig,), explain=explain, shown=program.Help(inherited=of_the_run)
+        complete=options_of, refused=(DEFAULT,), explain=explain, shown=program.Help(inherited=of_the_run)
     )
-    return cli.run(resume, ResumeOptions, "resume", argv, reading)
+    return cli.run(resume, parsed, "resume", argv, reading)
 
 
 def resume(options: ResumeOptions) -> int:

@@ -14,7 +14,7 @@ from hpc.run.spec import Resources
 from hpc.studies.members import common, user_code
 from hpc.studies.scaling.scaling_dir import Mode, ScalingDir, ScalingSpec, read_gpus, read_nodes, split_sizes
 from hpc.studies.verb import NOT_OF_GROUPS, check_is_new, directory_of, go_on, look_after, make, tell_on, typed_flags
-from hpc.submissions.options import SubmitScript, SubmitTraining, run_verb, split_script
+from hpc.submissions.options import SubmitOptions, run_verb, split_script
 from hpc.submissions.sbatch.sbatch_advice import explain
 
 
@@ -46,7 +46,7 @@ class ScalingFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScalingTraining(ScalingFlags, SubmitTraining):
+class ScalingOptions(ScalingFlags, SubmitOptions):
     """Run the same training on several numbers of nodes and GPUs, and compare the speed.
 
     For example:
@@ -59,11 +59,6 @@ class ScalingTraining(ScalingFlags, SubmitTraining):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScalingScript(ScalingFlags, SubmitScript):
-    """Run your own script on several numbers of nodes and GPUs, and compare the speed."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class StudyOptions(cli.RunsOptions):
     """Continue a study."""
 
@@ -72,7 +67,7 @@ class StudyOptions(cli.RunsOptions):
     once: bool = False
 
 
-Options = ScalingTraining | ScalingScript | StudyOptions
+Options = ScalingOptions | StudyOptions
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,9 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not script and "name" in typed and typed <= own and "-h" not in flags:
         return cli.run(partial(study, _continued), StudyOptions, "scaling", flags, cli.Reading(explain=explain))
     nodes, gpus, others = split_sizes(flags)
-    options: type[ScalingTraining | ScalingScript] = ScalingScript if script else ScalingTraining
-    started = partial(study, partial(_started, nodes=nodes, gpus=gpus, script=script))
-    return run_verb("scaling", started, options, others, script, hidden=NOT_OF_GROUPS)
+    started = partial(study, partial(_started, nodes=nodes, gpus=gpus))
+    return run_verb("scaling", started, ScalingOptions, others, script, hidden=NOT_OF_GROUPS)
 
 
 def study(spec_of: Callable[[ScalingDir, Any], ScalingSpec], options: Options) -> int:
@@ -102,11 +96,10 @@ def study(spec_of: Callable[[ScalingDir, Any], ScalingSpec], options: Options) -
 
 def _started(
     directory: ScalingDir,
-    options: ScalingTraining | ScalingScript,
+    options: ScalingOptions,
     *,
     nodes: Sequence[str],
     gpus: Sequence[str],
-    script: tuple[str, ...],
 ) -> ScalingSpec:
     """Check the flags, make the study's directory, and return its spec. Raises UserError if a flag is wrong."""
     if not options.minutes > 0:
@@ -115,11 +108,10 @@ def _started(
         raise UserError(f"--parallel is {options.parallel}: use 1 or more")
     check_is_new(directory, options)
     gpu_type, numbers = read_gpus(gpus or [options.resources.gpus_per_node])
-    code = user_code(options, script)
+    code = user_code(options)
     spec = ScalingSpec(
         nodes=read_nodes(nodes or [options.resources.nodes]), gpus=numbers, gpu_type=gpu_type,
         minutes=options.minutes, mode=options.mode,
-        batch_size=options.train.batch_size if isinstance(options, ScalingTraining) else None,
         parallel=options.parallel, **common(options, code),
     )  # fmt: skip
     if len(spec.sizes) == 1:

@@ -1,8 +1,7 @@
 """`hpc sweep`: the flags, the start and the end of a sweep. Runs on the login node."""
 
-import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
@@ -10,13 +9,12 @@ from typing import Annotated, Any
 from hpc.base.errors import UserError, need_package
 from hpc.base.flags import Flag
 from hpc.commands import cli
-from hpc.studies.members import check_placeholders, common, user_code
+from hpc.studies.members import common, user_code
 from hpc.studies.sweep.space import grid_of, read_space
 from hpc.studies.sweep.sweep_dir import Direction, Pruner, Sampler, SweepDir, SweepSpec
 from hpc.studies.verb import NOT_OF_GROUPS, check_is_new, directory_of, go_on, look_after, make, tell_on, typed_flags
-from hpc.submissions.options import SubmitScript, SubmitTraining, run_verb, split_script
+from hpc.submissions.options import SubmitOptions, run_verb, split_script
 from hpc.submissions.sbatch.sbatch_advice import explain
-from training.config.train_config import TrainConfig
 
 _TRIALS, _PARALLEL = 20, 4
 
@@ -50,21 +48,17 @@ class SweepFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepTraining(SweepFlags, SubmitTraining):
+class SweepOptions(SweepFlags, SubmitOptions):
     """Submit a run (a trial) for each of many settings, and find the best settings.
 
     For example:
       hpc sweep --name pets --param lr=log:1e-3,1 --param batch-size=64,128 --data /shared/pets
-      hpc sweep --name pets --param lr=0.1,0.01 -- train.py --lr {lr}
+      hpc sweep --name mine --param lr=0.1,0.01 -- train.py
+      hpc sweep --name mine --param lr=0.1,0.01 -- train.py optimizer.lr={lr}
 
     To continue an interrupted sweep, type hpc sweep --name NAME. The trials are runs in runs/NAME: hpc status,
     hpc cancel and hpc report accept NAME.
     """
-
-
-@dataclass(frozen=True, kw_only=True)
-class SweepScript(SweepFlags, SubmitScript):
-    """Submit a run of your own script for each of many settings, and find the best settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +71,7 @@ class ContinueOptions(cli.RunsOptions):
     once: bool = False
 
 
-Options = SweepTraining | SweepScript | ContinueOptions
+Options = SweepOptions | ContinueOptions
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,9 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags, script = split_script(list(sys.argv[1:] if argv is None else argv))
     if not script and not {"param", "help", "help-all"} & typed_flags(flags) and "-h" not in flags:
         return cli.run(partial(sweep, _continued), ContinueOptions, "sweep", flags, cli.Reading(explain=explain))
-    options: type[SweepTraining | SweepScript] = SweepScript if script else SweepTraining
-    started = partial(sweep, partial(_started, script=script))
-    return run_verb("sweep", started, options, flags, script, hidden=NOT_OF_GROUPS)
+    return run_verb("sweep", partial(sweep, _started), SweepOptions, flags, script, hidden=NOT_OF_GROUPS)
 
 
 def sweep(spec_of: Callable[[SweepDir, Any], SweepSpec], options: Options) -> int:
@@ -103,17 +95,16 @@ def sweep(spec_of: Callable[[SweepDir, Any], SweepSpec], options: Options) -> in
     return show(directory, spec, controller.study, as_json=options.json)
 
 
-def _started(directory: SweepDir, options: SweepTraining | SweepScript, *, script: tuple[str, ...]) -> SweepSpec:
+def _started(directory: SweepDir, options: SweepOptions) -> SweepSpec:
     """Check the flags, make the sweep's directory, and return its spec. Raises UserError if a flag is wrong."""
     if not options.param:
         raise UserError("no flag differs between the trials: add --param NAME=VALUES")
     check_is_new(directory, options)
     space = read_space(options.param)
-    _check_names(space, script)
     trials = options.trials
     if trials is None:
         trials = len(grid_of(space)) if options.sampler == "grid" else _TRIALS
-    code = user_code(options, script)
+    code = user_code(options)
     spec = SweepSpec(
         param=options.param, trials=trials, parallel=_PARALLEL if options.parallel is None else options.parallel,
         metric=options.metric, sampler=options.sampler,
@@ -131,15 +122,6 @@ def _continued(directory: SweepDir, options: ContinueOptions) -> SweepSpec:
     spec = go_on(directory, options.runs_dir, hint, trials=options.trials, parallel=options.parallel)
     _check_numbers(spec)
     return spec
-
-
-def _check_names(names: Iterable[str], script: Sequence[str]) -> None:
-    if script:
-        check_placeholders(names, script, "--param")
-        return
-    for name in names:
-        if name.replace("-", "_") not in {field.name for field in dataclasses.fields(TrainConfig)}:
-            raise UserError(f"--param {name}: there is no training flag --{name}; hpc sweep --help-all lists them")
 
 
 def _check_numbers(spec: SweepSpec) -> None:

@@ -4,10 +4,13 @@ import sys
 from collections.abc import Sequence
 
 from hpc.base import program
+from hpc.programs.kinds import DEFAULT
 from hpc.submissions.answer import show
 from hpc.submissions.new_run import start_run
-from hpc.submissions.options import options_for_help, run_verb, split_script
+from hpc.submissions.options import SubmitOptions, run_verb, split_script, with_program
 from hpc.submissions.sbatch.typed_file import replace_file
+
+SubmitTraining = with_program(SubmitOptions, DEFAULT)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -16,7 +19,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> int:
         arguments, script = replace_file(typed, typed_script)
-        options = options_for_help(arguments, script)
-        return run_verb("submit", lambda parsed: show(start_run(parsed, script), parsed), options, arguments, script)
+        return run_verb("submit", lambda options: show(start_run(options), options), SubmitOptions, arguments, script)
 
     return program.run(work, "hpc submit", debug="--debug" in typed, report=program.json_report(typed))

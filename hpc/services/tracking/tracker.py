@@ -7,10 +7,11 @@ to agree with the tracker.
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any, Protocol
 
+from hpc.base import program
 from hpc.base.errors import TorchrelayError, need_package
+from hpc.programs.kinds import program_of_run
 from hpc.run.events.history import Outcome
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec, Service
@@ -77,15 +78,11 @@ def rank_variables(run: RunDir, spec: RunSpec) -> dict[str, str]:
 
 
 def settings_of(run: RunDir, spec: RunSpec) -> dict[str, Any]:
-    """Return the run's settings by name: the flags of the classifier, or the command line of a script."""
-    training, resources, given = spec.training, spec.resources, dict[str, Any]()
-    if training:
-        given |= asdict(training.train) | {"recipe": training.recipe, "forked_from": training.forked_from}
-    else:
-        given["script"] = shlex.join(spec.script)
-    given |= {
+    """Return the run's settings by name: the flags of its program, and the command line of a script."""
+    settings = program.values_of(program_of_run(spec)) | {
+        "script": shlex.join(spec.script) or None, "forked_from": spec.forked_from,
         "data": spec.data, "run_dir": str(run.path),
-        "nodes": resources.nodes, "gpus_per_node": resources.gpus_per_node,
+        "nodes": spec.resources.nodes, "gpus_per_node": spec.resources.gpus_per_node,
         "commit": run.revision.read_text().strip() if run.revision.exists() else None,
     }  # fmt: skip
-    return {name: value for name, value in given.items() if value is not None}
+    return {name.replace("-", "_"): value for name, value in settings.items() if value is not None}

@@ -7,6 +7,8 @@ from statistics import fmean, median
 from typing import Any
 
 from hpc.base.files import last_json_line, number_in, read_json_lines
+from hpc.base.program import values_of
+from hpc.programs.kinds import program_of_run
 from hpc.run.events.history import History
 from hpc.run.events.kinds import FirstStep, TrainStarted
 from hpc.run.rundir import RunDir
@@ -77,14 +79,15 @@ class Measures:
 def measure(size: Size, mode: Mode, run: RunDir, summary: Summary) -> Measures:
     """Return the measures of a run so far."""
     lines, evaluations = list(read_json_lines(run.train_metrics)), list(read_json_lines(run.eval_metrics))
-    train = RunSpec.load(run).train
+    # Of the arguments of a user's script, neither the epochs nor the batch size is known.
+    flags = values_of(program_of_run(RunSpec.load(run)))
     history = History.load(run)
     started = history.of(TrainStarted)
     # The first line of an attempt is left out, because its times include the start.
     steady = [line for before, line in pairwise(lines) if before.get("attempt") == line.get("attempt")]
     last = lines[-1] if lines else {}
     step, seconds, epoch = (number_in(last, name) for name in ("step", "train_seconds", "epoch"))
-    of_epoch = round((started[-1].total_steps or 0) / train.epochs) if started and train else None
+    of_epoch = round((started[-1].total_steps or 0) / flags["epochs"]) if started and "epochs" in flags else None
     epochs = step / of_epoch if step and of_epoch else epoch
     test = _last(evaluations, "test")
     validation = [line for line in evaluations if line.get("split") == "val" and number_in(line, "loss") is not None]
@@ -94,7 +97,7 @@ def measure(size: Size, mode: Mode, run: RunDir, summary: Summary) -> Measures:
         size=size, run=run.name, state=summary.state,
         cause=summary.detail or summary.reason if summary.state == "failed" else None,
         lr=max(_column(lines, "lr"), default=None),
-        batch_size=train.batch_size if train else None, steps_per_epoch=of_epoch,
+        batch_size=flags.get("batch-size"), steps_per_epoch=of_epoch,
         epoch_seconds=seconds / epochs if seconds and epochs else None, epochs=epochs,
         images_per_second=images, steps_per_second=pace,
         speed=images or (pace * (size.ranks if mode == "weak" else 1) if pace else None),

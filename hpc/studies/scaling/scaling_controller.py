@@ -4,10 +4,11 @@ All state is in the runs, so the controller may be killed at any moment and star
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from hpc.base.errors import UserError
 from hpc.base.files import number_in, read_json_lines
+from hpc.programs.program_flags import StudySize
 from hpc.run.events.history import History
 from hpc.run.events.kinds import FirstStep
 from hpc.slurm.cancellation import cancel_run
@@ -79,9 +80,15 @@ class ScalingController:
 
     def _start(self, size: Size) -> bool:
         """Submit the run of a size. Return False if it is refused; for the first size, raise UserError instead."""
-        run = self._study.run(size.name)
+        run, spec = self._study.run(size.name), self._spec
+        places = {"nodes": str(size.nodes), "gpus_per_node": str(size.gpus), "ranks": str(size.ranks)}
+        asked = StudySize(places=places, growth=spec.growth(size), minutes=spec.minutes)
+        gpus = f"{spec.gpu_type}:{size.gpus}" if spec.gpu_type else str(size.gpus)
         try:
-            if start_member(self._study, self._spec, run, self._spec.settings_of(size), script_values(size)):
+            if start_member(
+                self._study, spec, run, lambda flags: flags.of_size(asked),
+                nodes=str(size.nodes), gpus_per_node=gpus,
+            ):  # fmt: skip
                 self._tell(f"{run.name} is submitted")
         except UserError as error:
             if size == self._spec.sizes[0]:
@@ -113,8 +120,3 @@ class ScalingController:
             if began is not None and time.time() - began > 60 * self._spec.minutes:
                 cancel_run(run, state, final=True)
         return True
-
-
-def script_values(size: Size) -> Mapping[str, str]:
-    """Return the values for the placeholders in a script's command line."""
-    return {"nodes": str(size.nodes), "gpus_per_node": str(size.gpus), "ranks": str(size.ranks)}

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal
+from typing import Literal
 
 from hpc.base.errors import UserError
 from hpc.studies.group_dir import GroupDir, GroupSpec
@@ -41,8 +41,6 @@ class ScalingSpec(GroupSpec):
     """Minutes of training of each run."""
     mode: Mode
     """`weak` means that the global batch grows with the ranks, `strong` that all sizes have the same global batch."""
-    batch_size: int | None
-    """Images per step of the smallest size; None for a user's script, which chooses its own batch size."""
 
     @property
     def sizes(self) -> Sequence[Size]:
@@ -50,14 +48,9 @@ class ScalingSpec(GroupSpec):
         sizes = [Size(nodes=nodes, gpus=gpus) for nodes, gpus in product(self.nodes, self.gpus)]
         return sorted(sizes, key=lambda size: (size.ranks, size.nodes))
 
-    def settings_of(self, size: Size) -> dict[str, Any]:
-        """Return the settings of a size's run: nodes, GPUs per node and, for the classifier, batch size and time."""
-        gpus = f"{self.gpu_type}:{size.gpus}" if self.gpu_type else size.gpus
-        settings: dict[str, Any] = {"nodes": size.nodes, "gpus-per-node": gpus}
-        if self.batch_size is not None:
-            growth = size.ranks / self.sizes[0].ranks if self.mode == "weak" else 1.0
-            settings |= {"batch-size": round(self.batch_size * growth), "max-hours": float(f"{self.minutes / 60:.6g}")}
-        return settings
+    def growth(self, size: Size) -> float:
+        """Return the batch of all ranks together, as a multiple of the smallest size's."""
+        return size.ranks / self.sizes[0].ranks if self.mode == "weak" else 1.0
 
 
 class ScalingDir(GroupDir[ScalingSpec]):

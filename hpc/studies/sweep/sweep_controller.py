@@ -137,7 +137,7 @@ class SweepController:
         spec, run = self._spec, self._sweep.trial(trial.number)
         values = {name: shown(value) for name, value in trial.params.items()}
         try:
-            if start_member(self._sweep, spec, run, {} if spec.script else values, values):
+            if start_member(self._sweep, spec, run, lambda flags: flags.with_values(values)):
                 self._tell(f"{run.name} is submitted with {settings_text(trial.params)}")
         except UserError as error:
             self._give_up(trial, TrialState.FAIL, str(error))

@@ -1,5 +1,6 @@
 """The page of a sweep: its trials, the best one first, and the metric by each setting. Runs on the login node."""
 
+import shlex
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hpc.report.charts import Axis, Chart, Look, Series
 from hpc.report.rendering import Column, GroupPage
+from hpc.studies.members import options_of
 from hpc.studies.sweep.space import read_space, settings_text, shown
 from hpc.studies.sweep.sweep_dir import SweepDir, SweepSpec
 
@@ -46,12 +48,18 @@ def sweep_page(
     if best is not None:
         found = f"{spec.metric} {best.value:.6g} with {settings_text(best.params)}"
         findings = [f"The best trial is {directory.trial(best.number).name}: {found}."]
-        shell = "" if spec.script else f"hpc submit --config {directory.best}"
+        shell = submit_line(directory, spec, {name: shown(value) for name, value in best.params.items()})
     return GroupPage(
         name=directory.path.name, kind="sweep", headline=headline, findings=findings, shell=shell,
         results=[("Trials", columns, rows)], figures_title=f"{spec.metric} by setting",
         figures=[] if best is None else [_figure(directory, spec.metric, *one, trials, best) for one in space.items()],
     ).html(time.time())  # fmt: skip
+
+
+def submit_line(directory: SweepDir, spec: SweepSpec, values: Mapping[str, str]) -> str:
+    """Return the command that submits the best trial again."""
+    script = options_of(spec).program.with_values(values).script
+    return shlex.join(["hpc", "submit", "--config", str(directory.best), *(["--", *script] if script else [])])
 
 
 def _figure(

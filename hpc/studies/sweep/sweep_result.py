@@ -1,6 +1,5 @@
 """Writes the best trial's flags and the page of a sweep so far, and prints its trials. Runs on the login node."""
 
-import shlex
 from collections.abc import Sequence
 from os.path import relpath
 from typing import Any
@@ -12,14 +11,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hpc.base import program
 from hpc.base.files import write_atomic
+from hpc.base.flag_words import changed
 from hpc.base.text import visible
 from hpc.commands import cli
 from hpc.report.writing import own_page
-from hpc.studies.members import filled
+from hpc.studies.members import options_of
 from hpc.studies.sweep.space import settings_text, shown
 from hpc.studies.sweep.sweep_dir import SweepDir, SweepSpec
-from hpc.studies.sweep.sweep_page import STATES, sweep_page
+from hpc.studies.sweep.sweep_page import STATES, submit_line, sweep_page
+from hpc.submissions.options import submitted
 
 
 def write_result(directory: SweepDir, spec: SweepSpec, study: optuna.Study) -> None:
@@ -36,9 +38,9 @@ def write_result(directory: SweepDir, spec: SweepSpec, study: optuna.Study) -> N
 def _best_flags(directory: SweepDir, spec: SweepSpec, best: FrozenTrial) -> str:
     run, values = directory.trial(best.number), {name: shown(value) for name, value in best.params.items()}
     comment = f"# {run.name} of sweep {directory.path.name}: {spec.metric} {best.value:.6g}\n"
-    if spec.script:
-        return f"{comment}# {shlex.join(filled(word, values) for word in spec.script)}\n"
-    return comment + yaml.safe_dump({**spec.settings, **values}, sort_keys=False)
+    flags = {**spec.settings, **program.values_of(options_of(spec).program.with_values(values))}
+    settings = changed(flags | {"recipe": None} if "recipe" in flags else flags, submitted(spec.script))
+    return f"{comment}# {submit_line(directory, spec, values)}\n{yaml.safe_dump(settings, sort_keys=False)}"
 
 
 def best_trial(study: optuna.Study) -> FrozenTrial | None:

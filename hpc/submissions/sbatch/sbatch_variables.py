@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from training.config import defaults
-from training.config.defaults import Defaults
+from hpc.base.flag_files import Defaults, merge_defaults, read_defaults
 
 # Variables that set a flag of ours. Others, such as SBATCH_EXPORT, are removed (hpc.slurm.client.adopt_environment).
 _VARIABLES = {
@@ -22,7 +21,7 @@ def read(known: Mapping[str, bool], environment: Mapping[str, str]) -> list[Defa
     Raises:
         UserError: a file cannot be read, or has an unknown flag.
     """
-    found = defaults.read(known)
+    found = read_defaults(known)
     if "SLURM_JOB_ID" in environment:
         return found  # inside a job, the variables describe that job
     for variable, flag in _VARIABLES.items():
@@ -33,7 +32,7 @@ def read(known: Mapping[str, bool], environment: Mapping[str, str]) -> list[Defa
 
 def merged(known: Mapping[str, bool], environment: Mapping[str, str]) -> dict[str, Any]:
     """Return the default of each flag from all sources together. Raises UserError as `read` does."""
-    return defaults.merge(read(known, environment))
+    return merge_defaults(read(known, environment))
 
 
 def _flag_value(variable: str, flag: str, value: str) -> str | list[str]:

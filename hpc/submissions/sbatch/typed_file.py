@@ -16,7 +16,8 @@ from hpc.base.errors import UserError
 from hpc.base.flags import POSITIONAL
 from hpc.base.text import visible
 from hpc.commands import cli
-from hpc.submissions.options import SubmitScript, SubmitTraining
+from hpc.programs.kinds import KINDS
+from hpc.submissions.options import SubmitOptions
 from hpc.submissions.sbatch.sbatch_advice import explain
 from hpc.submissions.user_python import user_environment
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _SubmitFile(SubmitScript):
+class _SubmitFile(SubmitOptions):
     batch_file: Annotated[str | None, POSITIONAL] = None
 
 
@@ -71,7 +72,7 @@ def _read(arguments: Sequence[str]) -> dict[str, Any]:
     if not {"-h", "--help", "--help-all"}.isdisjoint(arguments):
         return {}
     try:
-        return program.read((_SubmitFile, SubmitTraining), arguments, "hpc submit", explain)
+        return program.read((_SubmitFile, *KINDS), arguments, "hpc submit", explain)
     except UserError:
         if arguments[0].endswith(".py") or not Path(arguments[0]).is_file():
             return {}

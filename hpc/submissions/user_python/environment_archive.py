@@ -22,8 +22,8 @@ from hpc.base.kernel import is_alive, start_time
 from hpc.commands import cli
 from hpc.run.events.resumption import current_spec
 from hpc.run.ownership import user_name
-from jobs.staging.python_environment import DESCRIPTION, EnvironmentDescription, PackedFileEntry, PythonEnvironment
-from jobs.staging.zstd import CompressionParameter, ZstdFile
+from hpc.sources.python_environment import DESCRIPTION, EnvironmentDescription, PackedFileEntry, PythonEnvironment
+from hpc.sources.zstd import CompressionParameter, ZstdFile
 
 DIRECTORY = ".environments"
 _BUFFER_BYTES = 2**20

@@ -2,10 +2,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+from hpc.submissions.data_checks import check_data_on_device, class_warnings, pack_size
 from support.trainings import make_folder, make_idx
 
 from hpc.base.errors import UserError
-from hpc.submissions.data_checks import check_data_on_device, class_warnings, pack_size
 from training.config.train_config import TrainConfig
 
 

@@ -15,11 +15,12 @@ import pytest
 from support.staging_nodes import contents, stage
 
 from hpc.base.errors import TorchrelayError
-from jobs.staging.archive import check, quick_names, unpack
+from hpc.sources.archive import check, quick_names
+from hpc.sources.zstd import ZstdFile
 from jobs.staging.copy_progress import CopyProgress, StagingStopped
 from jobs.staging.stager import Stager
 from jobs.staging.store import open_store
-from jobs.staging.zstd import ZstdFile
+from jobs.staging.unpack_archive import unpack
 
 MB = 2**20
 

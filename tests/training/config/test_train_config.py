@@ -15,12 +15,12 @@ from support.trainings import make_folder, make_idx
 from hpc.base.errors import UserError
 from hpc.base.files import write_json
 from hpc.base.text import flag
+from training.config.classifier import Training, is_from_spec, rank_options, spec_argv
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.model_names import models_of
 from training.config.rules import without_effect
 from training.config.save_interval import Interval, parse_interval
 from training.config.train_config import LrScaling, LrScheduler, Optimizer, TrainConfig, check_world
-from training.config.training_spec import Training, is_from_spec, rank_options, spec_argv
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ for name in ("_cuda_init", "_cuda_getDeviceCount"):
     setattr(torch._C, name, lambda *_: looked.append(1) or 0)
 from training.data import in_memory
 from training.config.train_config import TrainConfig
-from training.config.training_spec import trainer_program
+from training.config.classifier import trainer_program
 from training.runtime.__main__ import preload
 names = trainer_program(TrainConfig(synthetic=True, **json.loads(sys.argv[1])), has_data=True).preload
 preload(names)

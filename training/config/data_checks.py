@@ -1,4 +1,4 @@
-"""Checks the data of a submission before anything is queued. Runs on the login node.
+"""Checks the data of a training before anything is queued. Runs on the login node.
 
 Each check raises UserError with the flag, its value, and what to type.
 """
@@ -11,8 +11,8 @@ from fractions import Fraction
 from pathlib import Path, PurePosixPath
 
 from hpc.base.errors import TorchrelayError, UserError
-from jobs.staging import archive
-from jobs.staging.source import ARCHIVES, inside_name, is_archive
+from hpc.sources import archive
+from hpc.sources.source_files import inside_name, is_archive
 from training.config.class_directories import is_image
 from training.config.dataset_layout import check_classes, check_data, resolve_data
 from training.config.packed_index import INDEX
@@ -33,38 +33,21 @@ def training_data(train: TrainConfig) -> Path | None:
         return None
     data = resolve_data(train.data)
     if is_archive(data):
-        return _check_archive(data)
+        return archive.checked(data)
     layout = check_data(data)
     check_validation(train, validates=layout.val is not None or train.val_split > 0)
     return layout.path
 
 
-def script_data(path: Path) -> Path:
-    """Return the absolute path of the directory or archive to stage for a user's script."""
-    if is_archive(path):
-        return _check_archive(path)
-    if not path.is_dir():
-        raise UserError(
-            f"--data is {path}, which is neither a directory nor an archive ({', '.join(ARCHIVES)}): "
-            "give one of these, or leave it out"
-        )
-    return path.absolute()
-
-
-def _check_archive(path: Path) -> Path:
-    try:
-        archive.check(path)
-    except (TorchrelayError, OSError) as error:
-        raise UserError(f"--data is {path}: {error}") from error
-    return path.absolute()
-
-
-def class_warnings(data: Path) -> list[str]:
+def class_warnings(train: TrainConfig) -> list[str]:
     """Return a warning for each part of the data that has no images of a class. In archives, names are checked.
 
     Raises:
         UserError: val or test has a class that the training set lacks, or an archive has no known layout.
     """
+    if train.synthetic:
+        return []
+    data = resolve_data(train.data)
     if not is_archive(data):
         return check_classes(check_data(data))
     try:

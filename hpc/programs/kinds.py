@@ -1,0 +1,40 @@
+"""Lists the kinds of programs that a run can have, and finds the flags of a run's program. Runs on the login node."""
+
+from collections.abc import Sequence
+
+from hpc.programs.program_flags import ProgramFlags
+from hpc.programs.script_flags import ScriptFlags, ScriptRequest
+from hpc.run.spec import RunSpec
+from training.config.classifier import ClassifierFlags, ClassifierRequest
+from training.config.evaluation_task import EvaluationTask
+
+__all__ = [
+    "DEFAULT",
+    "KINDS",
+    "ClassifierRequest",
+    "EvaluationTask",
+    "ScriptRequest",
+    "kind_for",
+    "others",
+    "program_of_run",
+]
+
+DEFAULT = ClassifierFlags
+"""The kind of program that `hpc submit` runs without `-- script.py`."""
+KINDS: tuple[type[ProgramFlags], ...] = (ScriptFlags, ClassifierFlags)
+
+
+def kind_for(script: Sequence[str]) -> type[ProgramFlags]:
+    """Return the kind of program that a command line with these words after `--` submits."""
+    return ScriptFlags if script else DEFAULT
+
+
+def others(kind: type[ProgramFlags]) -> tuple[type[ProgramFlags], ...]:
+    """Return the kinds of programs whose flags this kind does not have."""
+    return tuple(other for other in KINDS if other is not kind)
+
+
+def program_of_run(spec: RunSpec) -> ProgramFlags:
+    """Return the flags of a run's program."""
+    kind = next(kind for kind in KINDS if spec.program.built_in == kind.KIND)
+    return kind.of_run(spec)
