@@ -17,7 +17,6 @@ Without the node agents and Slurm, which a restart in place does not wait for. T
 made a step; the import is a part of it. `hung` counts the restarts after which no step came in a minute.
 """
 
-import json
 import os
 import secrets
 import signal
@@ -27,7 +26,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -52,9 +51,10 @@ from hpc.base.environment import PRELOAD
 from hpc.base.transport import pick_port
 from hpc.run.nodedir import NodeDir
 from jobs.ranks.torchrun_command import PROCESS_WRAPPER, Rendezvous, torchrun_argv, torchrun_environment
+from training.config.classifier import ClassifierFlags
+from training.config.command_line import train_words
 from training.config.dataset_layout import FASHION_MNIST_DIRECTORY
 from training.config.train_config import TrainConfig
-from training.config.classifier import Training, spec_argv, trainer_program
 
 BY_HAND = ROOT / "benchmarks" / "recovery" / "rivals" / "torchrun_ddp.py"
 LOG = "steps.jsonl"
@@ -86,6 +86,15 @@ class Case:
     model: str
     ranks: int
 
+    @property
+    def config(self) -> TrainConfig:
+        """The flags of the training."""
+        size, batch = MODELS[self.model]
+        return TrainConfig(
+            data=str(FASHION_MNIST_DIRECTORY), model=self.model, batch_size=batch, epochs=10_000, lr=0.05,
+            image_size=None if self.model == "small-cnn" else size,
+        )  # fmt: skip
+
     def command(self, node: int, meeting: Rendezvous, directory: Path) -> tuple[list[str], dict[str, str]]:
         """Return the command line and the environment of a node's torchrun."""
         environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
@@ -100,13 +109,12 @@ class Case:
                 f"--batch-size={MODELS[self.model][1]}", "--save-every=10",
             ], environment  # fmt: skip
         memory = node_directory(directory, node).path
-        spec = spec_argv(directory / "spec.json", directory, 1, memory, data=FASHION_MNIST_DIRECTORY)
-        rank = ["-m", "benchmarks.restart.marked_rank", str(directory / LOG), *spec]
+        flags = [f"--run-dir={directory}", "--attempt=1", f"--node-dir={memory}", "--resolved"]
+        rank = ["-m", "benchmarks.restart.marked_rank", str(directory / LOG), *flags, *train_words(self.config)]
         wrapped = [str(PROCESS_WRAPPER), "rank", str(directory / "logs"), str(memory)]
         program = [sys.executable, "-S", *wrapped, sys.executable, *rank]
         if self.kind == "forked":
-            config = TrainConfig(synthetic=True, model=self.model)
-            environment[PRELOAD] = ",".join(trainer_program(config, has_data=True).preload)
+            environment[PRELOAD] = ",".join(ClassifierFlags(train=self.config).as_program().preload)
             program = [*wrapped, *rank]
         argv = torchrun_argv(replace(meeting, node=node), 1, "127.0.0.1", sys.executable, program)
         argv = [sys.executable, "-S", str(PROCESS_WRAPPER), "torchrun", *argv]
@@ -121,11 +129,6 @@ def node_directory(directory: Path, node: int) -> NodeDir:
 @contextmanager
 def prepared(case: Case) -> Iterator[Path]:
     """Make a run directory with what a case reads, in memory, as snapshots are."""
-    size, batch = MODELS[case.model]
-    config = TrainConfig(
-        data=str(FASHION_MNIST_DIRECTORY), model=case.model, batch_size=batch, epochs=10_000, lr=0.05,
-        image_size=None if case.model == "small-cnn" else size,
-    )  # fmt: skip
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="torchrelay-restart-") as made:
         directory = Path(made)
         for node in range(case.ranks):
@@ -133,7 +136,6 @@ def prepared(case: Case) -> Iterator[Path]:
                 each.mkdir(parents=True, exist_ok=True)
         (directory / "logs").mkdir()
         unpack(directory / "raw")
-        (directory / "spec.json").write_text(json.dumps({"training": asdict(Training(train=config))}))
         yield directory
 
 

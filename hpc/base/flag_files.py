@@ -45,8 +45,8 @@ def with_files(
     """Add flags from the file of `--config`, from a preset, and from `defaults` to the typed flags.
 
     Of several values of a flag, the first in this order counts: typed, `--config`, preset, `defaults`. Lists are
-    joined. The function `preset` gets the flags from all other sources. Files may set only flags in `known` (`flag_names`).
-    Defaults of other flags are ignored.
+    joined. The function `preset` gets the flags from all other sources. Files may set only flags in `known`
+    (`flag_names`). Defaults of other flags are ignored.
 
     Raises:
         UserError: a file cannot be read or has an unknown flag.

@@ -52,7 +52,7 @@ class ScriptFlags(ScriptRequest, ProgramFlags):
     KIND: ClassVar[str] = ""
     ADJUSTABLE: ClassVar[type[Any]] = NoFlags
 
-    script: Annotated[tuple[str, ...], INTERNAL] = ()  # type: ignore[assignment]  # a field is a property, too
+    script: Annotated[tuple[str, ...], INTERNAL] = ()
 
     @classmethod
     def of_run(cls, spec: RunSpec) -> Self:

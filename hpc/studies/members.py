@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypedDict
 
 from hpc.base import program
@@ -63,9 +62,9 @@ def common(options: SubmitOptions, code: UserCode) -> CommonPart:
     }
 
 
-def options_of(spec: GroupSpec, settings: Mapping[str, Any] = MappingProxyType({})) -> SubmitOptions:
-    """Return the options that the runs of a group have in common, completed with `settings`."""
-    return build(submitted(spec.script), {**spec.settings, **settings}, spec.script)
+def options_of(spec: GroupSpec) -> SubmitOptions:
+    """Return the options that the runs of a group have in common."""
+    return build(submitted(spec.script), spec.settings, spec.script)
 
 
 def start_member(
@@ -106,20 +105,21 @@ def _submit_member(
     settings: Mapping[str, Any],
 ) -> None:
     own = {"name": run.name, "runs-dir": group.path, **{name.replace("_", "-"): settings[name] for name in settings}}
-    options = options_of(spec, own)
+    place, script = spec.working_directory, spec.script
+    if script[:1] not in {(), ("-m",)}:
+        # The path of the script is made absolute, so that it can be checked from any current directory.
+        script = (str(group.code / place / script[0]), *script[1:])
+    options = build(submitted(script), {**spec.settings, **own}, script)
     flags = change(options.program)
-    script, place = flags.script, spec.working_directory
+    within = (*spec.script[:1], *flags.script[1:])
     if Path(place).is_absolute():
-        code = code_in_place(Path(place), script, elsewhere=True)
+        code = code_in_place(Path(place), within, elsewhere=True)
     else:
         record = CodeFiles.load(group.code)
         code = UserCode(
-            root=group.code, top=group.code / (record.top if record else "."), working_directory=place, script=script,
+            root=group.code, top=group.code / (record.top if record else "."), working_directory=place, script=within,
             copied_from=group.code, copied_revision=spec.revision,
         )  # fmt: skip
-    if script[:1] not in {(), ("-m",)}:
-        # The path of the script is made absolute, so that it can be checked from any current directory.
-        flags = replace(flags, script=(str(group.code / place / script[0]), *script[1:]))
     start_run(replace(options, program=flags), code=code)
 
 

@@ -5,13 +5,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 from hpc.base import flag_files, program
 from hpc.base.errors import UserError
 from hpc.base.flags import REPEATABLE, Flag
 from hpc.commands import cli
-from hpc.programs.kinds import DEFAULT, kind_for, others
+from hpc.programs.kinds import DEFAULT, is_ours, kind_for, others
 from hpc.programs.program_flags import ProgramFlags
 from hpc.programs.script_flags import OwnScript
 from hpc.run.device_choice import DeviceChoice
@@ -115,13 +115,16 @@ def _for_help(options: type[SubmitOptions]) -> type[SubmitOptions]:
     return Shown
 
 
-@cache
 def with_program(options: type[_Class], flags: type[Any]) -> type[_Class]:
     """Return the class of these options whose `program` has these flags of a program."""
+    return cast("type[_Class]", _with_program(options, flags))  # type: ignore[arg-type]  # classes are hashable
 
+
+@cache  # objects of two such classes would not be equal
+def _with_program(options: Any, flags: Any) -> Any:
     @dataclass(frozen=True, kw_only=True)
-    class WithProgram(options):  # type: ignore[valid-type, misc]  # a class that is known only here
-        program: flags  # type: ignore[valid-type]
+    class WithProgram(options):  # type: ignore[misc]  # a class that is known only here
+        program: flags
 
     WithProgram.__doc__ = options.__doc__
     return WithProgram
@@ -133,6 +136,8 @@ def split_script(arguments: list[str]) -> tuple[list[str], tuple[str, ...]]:
         return arguments, ()
     split = arguments.index("--")
     flags, script = arguments[:split], tuple(arguments[split + 1 :])
+    if script[:2] == ("-m", DEFAULT.MODULE) and is_ours(DEFAULT.MODULE):
+        return [*flags, *script[2:]], ()
     return (flags if script else [*flags, "--"]), script  # explain() refuses a `--` that nothing follows
 
 
@@ -214,4 +219,4 @@ def with_defaults(
 def build(parsed: type[Options], values: Mapping[str, Any], script: tuple[str, ...] = ()) -> Options:
     """Return options with these values, whose program is `script` unless that is empty."""
     options = program.build(parsed, values)
-    return replace(options, program=replace(options.program, script=script)) if script else options
+    return replace(options, program=options.program.with_arguments(script)) if script else options

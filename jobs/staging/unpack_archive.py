@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 
 from hpc.base.errors import TorchrelayError, UserError
-from hpc.sources.archive import Read, damage_reported, inside_name, members_of
+from hpc.sources.archive import Read, damage_reported, members_of
+from hpc.sources.source_files import inside_name
 from jobs.staging.copy_progress import stop_if
 from jobs.staging.store import CopiedFile, bytes_on_disk, checksum, write_all
 

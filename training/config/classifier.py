@@ -12,7 +12,6 @@ from hpc.base import program as command_line
 from hpc.base.errors import UserError, need_classifier
 from hpc.base.files import last_json_line
 from hpc.base.flag_files import flag_names
-from hpc.base.flag_words import changed, words_of
 from hpc.programs.program_flags import Begun, ProgramFlags, ResolvedProgram, StudySize
 from hpc.run.causes import EXIT_CODES
 from hpc.run.rundir import RunDir
@@ -20,7 +19,7 @@ from hpc.run.spec import RunSpec
 from hpc.run.spec_file import LIBRARIES, Program
 from training.config import data_checks
 from training.config.changes import check_adjusted, refuse_on_fork, refuse_on_resume
-from training.config.command_line import RecipeName, preset
+from training.config.command_line import RecipeName, preset, train_words
 from training.config.dataset_layout import resolve_data, title_of
 from training.config.evaluation_task import EvaluationTask
 from training.config.model_names import OWN_MODELS, TIMM, check_model, resolve_weights
@@ -62,6 +61,7 @@ class ClassifierFlags(_OfSubmission, ProgramFlags):
     """The flags of the image classifier."""
 
     KIND: ClassVar[str] = "classifier"
+    MODULE: ClassVar[str] = "training"
     ADJUSTABLE: ClassVar[type[Any]] = Adjustable
 
     train: TrainConfig
@@ -87,12 +87,11 @@ class ClassifierFlags(_OfSubmission, ProgramFlags):
 
     def as_program(self) -> Program:
         """Return the program of the training or, if the run has a task for one, of the evaluation."""
-        own = {name: value for name, value in command_line.values_of(self.train).items() if name != "data"}
-        recipe = {} if self.recipe is None else {"recipe": self.recipe}
-        words = words_of({**recipe, **changed(own, TrainConfig)})
+        recipe = [] if self.recipe is None else [f"--recipe={self.recipe}"]
+        words = [*recipe, *(word for word in train_words(self.train) if not word.startswith("--data="))]
         return Program(
             built_in=self.KIND,
-            argv=("-m", "training", *_RANK_WORDS, *([] if self.train.synthetic else [_DATA_WORD]), *words),
+            argv=("-m", self.MODULE, *_RANK_WORDS, *([] if self.train.synthetic else [_DATA_WORD]), *words),
             preload=_preload(self.train),
             exit_codes=EXIT_CODES,
             reports_steps=True,
@@ -107,7 +106,7 @@ class ClassifierFlags(_OfSubmission, ProgramFlags):
         data = data_checks.training_data(train)
         # The nodes may have another cache of weights than this machine, so they get a path.
         weights = resolve_weights(train.model, train.weights) if train.weights else None
-        train = replace(train, data=str(data or ""), weights=weights and str(weights))
+        train = replace(train, data=str(data or ""), weights=str(weights) if weights else train.weights)
         pack = data_checks.pack_size(self.pack, self.pack_size, train)
         data_checks.check_data_on_device(train)
         return ResolvedProgram(

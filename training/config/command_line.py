@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeVar
 from hpc.base import program
 from hpc.base.errors import UserError
 from hpc.base.flag_files import flag_names, read_settings, with_files
+from hpc.base.flag_words import changed, words_of
 from hpc.base.flags import Flag
 from hpc.base.text import similar
 from training.config.dataset_layout import DIGITS, FASHION_MNIST, FASHION_MNIST_DIRECTORY, find_data
@@ -106,6 +107,11 @@ def parse_flags(options: type[Options], argv: Sequence[str], prog: str, *, print
     parsed = program.build(options, with_files(typed, known, {}, lambda settings: preset(settings, known)))
     check_model(parsed.train.model)
     return parsed
+
+
+def train_words(train: TrainConfig) -> list[str]:
+    """Return the flags of a training that differ from their defaults, as words of a command line."""
+    return words_of(changed(program.values_of(train), TrainConfig))
 
 
 def is_from_agent(argv: Sequence[str]) -> bool:

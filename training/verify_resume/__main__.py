@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,12 +21,11 @@ from torchrelay.checkpoint_files import STATE_VALUES, list_checkpoints
 
 from hpc.base import program
 from hpc.base.errors import TorchrelayError, UserError
-from hpc.base.files import read_json_lines, write_json
+from hpc.base.files import read_json_lines
 from hpc.run.events.history import History
 from hpc.run.events.kinds import TrainStarted
 from hpc.run.rundir import RunDir
-from training.config.classifier import Training, spec_argv
-from training.config.command_line import TrainFlags, parse_flags
+from training.config.command_line import TrainFlags, parse_flags, train_words
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.train_config import TrainConfig, check_world
 from training.runtime.counter_rng import Purpose, derive_key, rand_int
@@ -165,9 +164,10 @@ def run_attempt(config: TrainConfig, run: RunDir, attempt: int, size: int, fault
     # Snapshots outlive the attempts, as in a node's memory.
     node = run.path.with_name(f"{run.name}-node")
     node.mkdir(mode=0o700, exist_ok=True)
-    spec = run.path.with_name(f"{run.name}.json")
-    write_json(spec, {"training": asdict(Training(train=config))})
-    argv = spec_argv(spec, run.path, attempt, node, fault="" if fault == NO_FAULT else str(fault))
+    argv = [
+        f"--run-dir={run.path}", f"--attempt={attempt}", f"--node-dir={node}", "--resolved", *train_words(config),
+        *([] if fault == NO_FAULT else [f"--fault={fault}"]),
+    ]  # fmt: skip
     codes = wait_for_ranks(start_ranks([argv] * size, log), _GRACE_SECONDS)
     if -signal.SIGKILL in codes:
         return False

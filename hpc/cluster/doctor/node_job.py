@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from hpc.base import program
 from hpc.base.files import nearest_existing
 from hpc.base.flags import Flag
 from hpc.base.node_info import NodeInfo, node_from_json
@@ -22,7 +23,8 @@ from hpc.slurm import sinfo
 from hpc.slurm.cluster_config import ClusterConfig
 from hpc.slurm.srun import own_pythonpath
 from hpc.submissions import checks
-from hpc.submissions.options import reading_of
+from hpc.submissions.options import with_defaults
+from hpc.submissions.sbatch import sbatch_advice
 from hpc.submissions.user_python import user_environment
 
 
@@ -41,7 +43,10 @@ class NodeOptions(cli.RunsOptions):
 
 def node_verb(verb: Callable[[Any], int], options: type[NodeOptions], name: str) -> Callable[..., int]:
     """Return the `main` function of a verb whose flags have the defaults of `hpc submit`."""
-    return partial(cli.run, verb, options, name, reading=reading_of(options, all_flags=True))
+    reading = cli.Reading(
+        complete=lambda typed: program.build(options, with_defaults(typed, options)), explain=sbatch_advice.explain
+    )
+    return partial(cli.run, verb, options, name, reading=reading)
 
 
 @dataclass(frozen=True, kw_only=True)
