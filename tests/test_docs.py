@@ -11,7 +11,7 @@ import pytest
 from hpc.__main__ import PROGRAMS, VERBS
 from hpc.base import program
 from hpc.commands.cluster.completion import OPTIONS, options_of
-from hpc.submissions.options import ScriptFlags
+from hpc.programs.script_flags import ScriptFlags
 
 ROOT = Path(__file__).parents[1]
 PAGES = subprocess.run(

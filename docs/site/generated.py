@@ -15,8 +15,9 @@ from docs.site import json_schema
 from hpc.__main__ import PROGRAMS, VERBS
 from hpc.base import program
 from hpc.commands.cluster.completion import OPTIONS, options_of
+from hpc.programs.script_flags import ScriptFlags
 from hpc.run.events import kinds
-from hpc.submissions.options import ScriptFlags, SubmitTraining
+from hpc.submissions.options import submit_flags
 
 # A command with so many flags of hpc submit takes a submission's.
 _MANY = 10
@@ -65,8 +66,8 @@ def _sections(name: str) -> Iterator[str]:
 def _table(options: type[Any]) -> str:
     texts, rows = program.flag_texts(options), list[str]()
     fields = [field for field in program.flags(options) if field.name not in {"json", "debug", "help_all"}]
-    of_submit = {field.name for field in program.flags(SubmitTraining)} & {field.name for field in fields}
-    if options is SubmitTraining or len(of_submit) < _MANY:
+    of_submit = {field.name for field in program.flags(submit_flags())} & {field.name for field in fields}
+    if options is submit_flags() or len(of_submit) < _MANY:
         of_submit = set()
     for field in fields:
         if field.name not in of_submit:

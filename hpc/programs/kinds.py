@@ -36,7 +36,9 @@ def is_ours(module: str) -> bool:
     """Return whether Python would find our module of this name, and not one in the current directory."""
     near = [path for path in (Path(module), Path(f"{module}.py")) if path.exists()]
     package = find_spec(module)
-    return package is not None and all(str(path.resolve()) in (package.submodule_search_locations or ()) for path in near)
+    return package is not None and all(
+        str(path.resolve()) in (package.submodule_search_locations or ()) for path in near
+    )
 
 
 def others(kind: type[ProgramFlags]) -> tuple[type[ProgramFlags], ...]:

@@ -9,7 +9,7 @@ from hpc.base.flag_words import changed, words_of
 from hpc.base.program import values_of
 from hpc.programs.kinds import EvaluationTask, program_of_run
 from hpc.run.spec import Resources, RunSpec
-from hpc.submissions.options import submitted
+from hpc.submissions.options import submit_flags
 from hpc.submissions.settings import settings_of
 
 _OF_ONE_RUN = frozenset({"name", "id", "mlflow-run", "has-default-time"})
@@ -20,7 +20,7 @@ def submit_command(spec: RunSpec, task: EvaluationTask | None) -> list[str]:
     if task is not None:
         return _evaluate_command(spec, task)
     script = ["--", *spec.script] if spec.script else []
-    settings = changed(settings_of(spec), submitted(spec.script))
+    settings = changed(settings_of(spec), submit_flags(spec.script))
     return ["python", "-m", "hpc.submit", *words_of(settings), *script]
 
 

@@ -17,7 +17,7 @@ from hpc.run.rundir import RunDir
 from hpc.status.summary import Summary
 from hpc.studies.group_dir import GroupDir, GroupSpec
 from hpc.submissions.new_run import start_run
-from hpc.submissions.options import SubmitOptions, build, submitted
+from hpc.submissions.options import SubmitOptions, build, submit_flags
 from hpc.submissions.plan import code_of
 from hpc.submissions.resumed_run import options_of as resumed
 from hpc.submissions.resumed_run import resume_run
@@ -52,7 +52,7 @@ def common(options: SubmitOptions, code: UserCode) -> CommonPart:
         for names in (options.after, options.after_ok)
     )
     options = replace(options, after=after, after_ok=after_ok)
-    kind, asked = submitted(code.script), program.values_of(options)
+    kind, asked = submit_flags(code.script), program.values_of(options)
     own = {name: asked[name] for name in program.default_values(kind) if name not in _NOT_COMMON}
     return {
         "settings": changed(own, kind),
@@ -64,7 +64,7 @@ def common(options: SubmitOptions, code: UserCode) -> CommonPart:
 
 def options_of(spec: GroupSpec) -> SubmitOptions:
     """Return the options that the runs of a group have in common."""
-    return build(submitted(spec.script), spec.settings, spec.script)
+    return build(submit_flags(spec.script), spec.settings, spec.script)
 
 
 def start_member(
@@ -109,7 +109,7 @@ def _submit_member(
     if script[:1] not in {(), ("-m",)}:
         # The path of the script is made absolute, so that it can be checked from any current directory.
         script = (str(group.code / place / script[0]), *script[1:])
-    options = build(submitted(script), {**spec.settings, **own}, script)
+    options = build(submit_flags(script), {**spec.settings, **own}, script)
     flags = change(options.program)
     within = (*spec.script[:1], *flags.script[1:])
     if Path(place).is_absolute():

@@ -147,7 +147,7 @@ def flag_names(options: type[Any]) -> dict[str, bool]:
     return {name: switch for name, switch in flag_files.flag_names(options).items() if name not in not_in_files}
 
 
-def submitted(script: Sequence[str] = ()) -> type[SubmitOptions]:
+def submit_flags(script: Sequence[str] = ()) -> type[SubmitOptions]:
     """Return the class of the flags of `hpc submit` for a script or, without one, for the classifier."""
     return with_program(SubmitOptions, kind_for(script))
 
@@ -210,7 +210,7 @@ def with_defaults(
     Raises:
         UserError: a file is wrong.
     """
-    defaults = sbatch_variables.merged(flag_names(submitted()), os.environ)
+    defaults = sbatch_variables.merged(flag_names(submit_flags()), os.environ)
     if typed.get("cluster") == "local":
         defaults = {name: value for name, value in defaults.items() if name not in SLURM_FLAGS}
     return flag_files.with_files(typed, flag_names(parsed), defaults, preset)

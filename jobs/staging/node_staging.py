@@ -31,8 +31,6 @@ from jobs.staging.coordination import Address, CacheStatus, NodeCache, StagingGr
 from jobs.staging.copy_progress import CancellableWait, CopyProgress, Watch
 from jobs.staging.stager import Staged, Stager
 from jobs.staging.store import CacheEntry, Manifest, boot_id, describe_file, open_store, write_manifest
-from training.config.dataset_layout import find_data
-from training.config.packed_index import INDEX, read_index
 
 # A copy of 100 GB must not look like a hang; one of a second needs no progress events.
 _FIRST_SECONDS, _NEXT_SECONDS = 3.0, 10.0
@@ -142,7 +140,7 @@ class NodeStaging:
         if staged.in_place:
             raise TorchrelayError(f"{staged.in_place}, so the data cannot be packed either: submit with --pack off")
         began, watch = time.monotonic(), self.watch(source)
-        packed = pack(self.node.stage_dir, self._resources, find_data(staged.path), spec.pack, watch)
+        packed = pack(self.node.stage_dir, self._resources, staged.path, spec.pack, watch)
         seconds = round(time.monotonic() - began, 3)
         self.node.record(Packed(node=self.node.host, path=str(packed), seconds=seconds))
         return packed
@@ -166,7 +164,7 @@ class NodeStaging:
         before = packed.data.stat().st_ino
         packed.distrust()
         with ExitStack() as in_use:
-            pack(self.node.stage_dir, in_use, find_data(copy), size, lambda _: False)
+            pack(self.node.stage_dir, in_use, copy, size, lambda _: False)
         return damaged + (packed.data.stat().st_ino != before)
 
     def group(self, source: Path) -> NodeGroup:
@@ -299,7 +297,6 @@ def _make_packed(entry: CacheEntry, folder: Path, size: int, waiting: Cancellabl
         entry.data.rename(old)
     new.rename(entry.data)
     shutil.rmtree(old, ignore_errors=True)
-    index = read_index(entry.data)
-    names = (INDEX, *(file.name for file in index.files))
+    names = sorted(path.name for path in entry.data.iterdir())
     files = [describe_file(entry.data, name, _CHUNK_BYTES, waiting.stopped) for name in names]
-    write_manifest(entry.path, Manifest(source=index.source, boot=boot_id(), files=tuple(files)))
+    write_manifest(entry.path, Manifest(source=str(folder), boot=boot_id(), files=tuple(files)))

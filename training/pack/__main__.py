@@ -28,7 +28,7 @@ from hpc.base.files import fsync_directory, sha256_of, write_atomic, write_json
 from hpc.base.flags import Flag
 from hpc.base.text import visible
 from hpc.run.nodedir import open_lock, try_lock
-from training.config.dataset_layout import check_classes, check_data
+from training.config.dataset_layout import check_classes, check_data, find_data
 from training.config.packed_index import INDEX, PackedFile, PackedPart, PackIndex, read_index, write_index
 from training.data.file_index import build_index
 from training.data.image_folder import dark_images
@@ -151,6 +151,7 @@ def pack(options: PackOptions, workers: int) -> None:
         TorchrelayError: another process packs into DST, or the disk is full.
     """
     src, dst = (Path(os.path.abspath(path.expanduser())) for path in (options.src, options.dst))  # noqa: PTH100
+    src = find_data(src)  # an archive may have a directory around the data
     index, tables = list_images(src, dst, options.size)
     images = sum(part.images for part in index.parts)
     if _is_packed(dst, index):

@@ -16,8 +16,8 @@ from hpc.commands import cli
 
 # For each command, the class of its flags, preceded by the class's module if that is not the command's own module.
 OPTIONS = {
-    "submit": "hpc.submissions.options:SubmitTraining", "status": "StatusOptions", "logs": "LogsOptions",
-    "cancel": "CancelOptions", "resume": "ResumeOptions", "fork": "ForkOptions", "evaluate": "EvaluateOptions",
+    "submit": "SubmitTraining", "status": "StatusOptions", "logs": "LogsOptions",
+    "cancel": "CancelOptions", "resume": "ResumeTraining", "fork": "ForkTraining", "evaluate": "EvaluateOptions",
     "report": "ReportOptions", "sweep": "SweepTraining", "scaling": "ScalingTraining", "shell": "ShellOptions",
     "sync": "SyncOptions", "clean": "CleanOptions", "supervise": "SuperviseOptions",
     "doctor": "DoctorOptions", "smoke": "SmokeOptions", "drill": "DrillOptions",

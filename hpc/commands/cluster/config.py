@@ -13,7 +13,7 @@ from rich.text import Text
 from hpc.base import program
 from hpc.base.flag_files import default_files, overlay
 from hpc.commands import cli
-from hpc.submissions.options import flag_names, submitted
+from hpc.submissions.options import flag_names, submit_flags
 from hpc.submissions.sbatch import sbatch_variables
 
 
@@ -33,7 +33,7 @@ def config(environment: Mapping[str, str], options: ConfigOptions) -> int:
     """Print each default and where it comes from."""
     values = {name: (value, "built in") for name, value in _built_in().items()} if options.all else {}
     merged = dict[str, Any]()
-    for one in sbatch_variables.read(flag_names(submitted()), environment):
+    for one in sbatch_variables.read(flag_names(submit_flags()), environment):
         for name in one.settings:
             sources = [values[name][1]] if name in merged and isinstance(merged[name], list) else []
             values[name] = (overlay(merged, one.settings)[name], ", ".join([*sources, one.source]))
@@ -54,10 +54,10 @@ def config(environment: Mapping[str, str], options: ConfigOptions) -> int:
 
 
 def _built_in() -> dict[str, Any]:
-    known = flag_names(submitted())
+    known = flag_names(submit_flags())
     return {
         name: list(value) if isinstance(value, tuple) else str(value)
-        for name, value in program.default_values(submitted()).items()
+        for name, value in program.default_values(submit_flags()).items()
         if name in known and value is not None
     }
 

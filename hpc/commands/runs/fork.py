@@ -53,18 +53,20 @@ class ForkOptions(SubmitOptions):
     """Name of the new run, which you must give."""
 
 
+ForkTraining = with_program(ForkOptions, DEFAULT)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb."""
     flags, arguments = split_script(list(sys.argv[1:] if argv is None else argv))
-    parsed = with_program(ForkOptions, DEFAULT)
-    inherited = {field.name for field in program.flags(parsed)} - _OF_THE_FORK
+    inherited = {field.name for field in program.flags(ForkTraining)} - _OF_THE_FORK
     reading = cli.Reading(
         complete=lambda typed: options_of(typed, arguments),
         refused=others(DEFAULT),
         explain=explain,
         shown=program.Help(hidden=(*_OF_NEW_TRAININGS, "help_all"), inherited=inherited),
     )
-    return cli.run(lambda options: show(fork(options), options), parsed, "fork", flags, reading)
+    return cli.run(lambda options: show(fork(options), options), ForkTraining, "fork", flags, reading)
 
 
 def options_of(given: Mapping[str, Any], arguments: Sequence[str] = ()) -> ForkOptions:

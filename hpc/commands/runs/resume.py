@@ -14,14 +14,16 @@ from hpc.submissions.sbatch.sbatch_advice import explain
 _OF_THE_RESUMPTION = {"run", "runs_dir", "new_code", "wait", "json", "debug"}
 
 
+ResumeTraining = with_program(ResumeOptions, DEFAULT.ADJUSTABLE)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb."""
-    parsed = with_program(ResumeOptions, DEFAULT.ADJUSTABLE)
-    of_the_run = {field.name for field in program.flags(parsed)} - _OF_THE_RESUMPTION
+    of_the_run = {field.name for field in program.flags(ResumeTraining)} - _OF_THE_RESUMPTION
     reading = cli.Reading(
         complete=options_of, refused=(DEFAULT,), explain=explain, shown=program.Help(inherited=of_the_run)
     )
-    return cli.run(resume, parsed, "resume", argv, reading)
+    return cli.run(resume, ResumeTraining, "resume", argv, reading)
 
 
 def resume(options: ResumeOptions) -> int:

@@ -10,11 +10,12 @@ from typing import Annotated, Any
 from hpc.base.errors import UserError
 from hpc.base.flags import Flag
 from hpc.commands import cli
+from hpc.programs.kinds import DEFAULT
 from hpc.run.spec import Resources
 from hpc.studies.members import common, user_code
 from hpc.studies.scaling.scaling_dir import Mode, ScalingDir, ScalingSpec, read_gpus, read_nodes, split_sizes
 from hpc.studies.verb import NOT_OF_GROUPS, check_is_new, directory_of, go_on, look_after, make, tell_on, typed_flags
-from hpc.submissions.options import SubmitOptions, run_verb, split_script
+from hpc.submissions.options import SubmitOptions, run_verb, split_script, with_program
 from hpc.submissions.sbatch.sbatch_advice import explain
 
 
@@ -67,6 +68,7 @@ class StudyOptions(cli.RunsOptions):
     once: bool = False
 
 
+ScalingTraining = with_program(ScalingOptions, DEFAULT)
 Options = ScalingOptions | StudyOptions
 
 

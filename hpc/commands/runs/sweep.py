@@ -9,11 +9,12 @@ from typing import Annotated, Any
 from hpc.base.errors import UserError, need_package
 from hpc.base.flags import Flag
 from hpc.commands import cli
+from hpc.programs.kinds import DEFAULT
 from hpc.studies.members import common, user_code
 from hpc.studies.sweep.space import grid_of, read_space
 from hpc.studies.sweep.sweep_dir import Direction, Pruner, Sampler, SweepDir, SweepSpec
 from hpc.studies.verb import NOT_OF_GROUPS, check_is_new, directory_of, go_on, look_after, make, tell_on, typed_flags
-from hpc.submissions.options import SubmitOptions, run_verb, split_script
+from hpc.submissions.options import SubmitOptions, run_verb, split_script, with_program
 from hpc.submissions.sbatch.sbatch_advice import explain
 
 _TRIALS, _PARALLEL = 20, 4
@@ -71,6 +72,7 @@ class ContinueOptions(cli.RunsOptions):
     once: bool = False
 
 
+SweepTraining = with_program(SweepOptions, DEFAULT)
 Options = SweepOptions | ContinueOptions
 
 

@@ -21,7 +21,7 @@ from hpc.studies.members import options_of
 from hpc.studies.sweep.space import settings_text, shown
 from hpc.studies.sweep.sweep_dir import SweepDir, SweepSpec
 from hpc.studies.sweep.sweep_page import STATES, submit_line, sweep_page
-from hpc.submissions.options import submitted
+from hpc.submissions.options import submit_flags
 
 
 def write_result(directory: SweepDir, spec: SweepSpec, study: optuna.Study) -> None:
@@ -39,7 +39,7 @@ def _best_flags(directory: SweepDir, spec: SweepSpec, best: FrozenTrial) -> str:
     run, values = directory.trial(best.number), {name: shown(value) for name, value in best.params.items()}
     comment = f"# {run.name} of sweep {directory.path.name}: {spec.metric} {best.value:.6g}\n"
     flags = {**spec.settings, **program.values_of(options_of(spec).program.with_values(values))}
-    settings = changed(flags | {"recipe": None} if "recipe" in flags else flags, submitted(spec.script))
+    settings = changed(flags | {"recipe": None} if "recipe" in flags else flags, submit_flags(spec.script))
     return f"{comment}# {submit_line(directory, spec, values)}\n{yaml.safe_dump(settings, sort_keys=False)}"
 
 

@@ -11,7 +11,7 @@ from hpc.base import program
 from hpc.base.errors import UserError
 from hpc.commands.cluster.doctor import DoctorOptions
 from hpc.commands.start.status import StatusOptions
-from hpc.submissions.options import SubmitScript, SubmitTraining
+from hpc.submissions.options import submit_flags
 from hpc.submissions.resumed_run import ResumeOptions
 from hpc.submissions.sbatch.sbatch_advice import explain
 from training.config.train_config import TrainConfig
@@ -25,10 +25,10 @@ def read(options: type[Any], *words: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("options", "words", "values"),
     [
-        (SubmitTraining, ("-N2", "-t", "1h", "--batch_size=8"), {"nodes": "2", "time": "1h", "batch-size": "8"}),
-        (SubmitTraining, ("--elastic", "--no-wait", "--lr", "-1"), {"elastic": True, "wait": False, "lr": "-1"}),
-        (SubmitTraining, ("--setup=a", "--setup", "b c", "--lr=1", "--lr=2"), {"setup": ["a", "b c"], "lr": "2"}),
-        (SubmitTraining, ("--name", "resume", "--data=--x", "--mem="), {"name": "resume", "data": "--x", "mem": ""}),
+        (submit_flags(), ("-N2", "-t", "1h", "--batch_size=8"), {"nodes": "2", "time": "1h", "batch-size": "8"}),
+        (submit_flags(), ("--elastic", "--no-wait", "--lr", "-1"), {"elastic": True, "wait": False, "lr": "-1"}),
+        (submit_flags(), ("--setup=a", "--setup", "b c", "--lr=1", "--lr=2"), {"setup": ["a", "b c"], "lr": "2"}),
+        (submit_flags(), ("--name", "resume", "--data=--x", "--mem="), {"name": "resume", "data": "--x", "mem": ""}),
         (ResumeOptions, ("--elastic", "--time", "2h", "r"), {"elastic": True, "time": "2h", "run": "r"}),
         (StatusOptions, ("a", "--json", "b"), {"run": ["a", "b"], "json": True}),
         (StatusOptions, ("--", "a", "b"), {"run": ["a", "b"]}),
@@ -63,16 +63,16 @@ def test_words_are_read(options: type[Any], words: tuple[str, ...], values: dict
 )
 def test_words_that_are_not_understood_are_refused(words: tuple[str, ...], message: str) -> None:
     with pytest.raises(UserError, match=message.replace("?", r"\?")):
-        read(SubmitTraining, *words)
+        read(submit_flags(), *words)
 
 
 def test_a_value_of_python_is_what_its_text_would_be() -> None:
     typed = {"data": "x", "nodes": "2", "lr": "1", "setup": ["a"], "stage-dir": "/x", "elastic": "true"}
     given = {"data": Path("x"), "nodes": 2, "lr": 1, "setup": ("a",), "stage-dir": Path("/x"), "elastic": True}
-    made = program.build(SubmitTraining, given)
-    assert made == program.build(SubmitTraining, typed)
+    made = program.build(submit_flags(), given)
+    assert made == program.build(submit_flags(), typed)
     assert (made.train.lr, made.resources.nodes, made.stage_dir) == (1.0, "2", Path("/x"))
-    assert program.build(SubmitTraining, program.values_of(made)) == made
+    assert program.build(submit_flags(), program.values_of(made)) == made
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_a_value_of_python_is_what_its_text_would_be() -> None:
 )
 def test_a_wrong_value_is_refused_wherever_it_comes_from(name: str, value: object, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        program.build(SubmitTraining, {"data": "x", name: value})
+        program.build(submit_flags(), {"data": "x", name: value})
 
 
 def test_what_must_be_given_is_asked_for() -> None:
@@ -106,7 +106,7 @@ def test_what_must_be_given_is_asked_for() -> None:
 
 
 def test_flags_of_another_program_are_read_to_be_refused() -> None:
-    assert program.read((SubmitScript, SubmitTraining), ["--lr=1"], "x") == {"lr": "1"}
+    assert program.read((submit_flags(("a.py",)), submit_flags()), ["--lr=1"], "x") == {"lr": "1"}
     assert program.read((ResumeOptions, TrainConfig), ["r", "--lr=1"], "x") == {"run": "r", "lr": "1"}
 
 

@@ -44,7 +44,7 @@ from hpc.run.rundir import RunDir
 from hpc.run.spec import Recovery, Resources, RunSpec
 from hpc.status.printing import progress, summaries
 from hpc.status.run_view import summarize
-from hpc.submissions.options import SubmitTraining
+from hpc.submissions.options import submit_flags
 from training.config.train_config import TrainConfig
 from training.evaluation.final_files import confusion_csv
 
@@ -207,7 +207,7 @@ def test_settings_that_differ_are_columns_and_many_are_a_table_of_their_own(tmp_
 
 def test_a_fork_leaves_the_line_of_its_parent_visible(tmp_path: Path) -> None:
     parent = running_run(tmp_path / "parent")
-    spec = spec_of("fork", lr=0.3).with_training(forked_from=str(parent.checkpoints / "step-00000200"))
+    spec = replace(spec_of("fork", lr=0.3), forked_from=str(parent.checkpoints / "step-00000200"))
     fork = running_run(tmp_path / "fork", spec=spec)
     lines = [json.loads(line) for line in fork.train_metrics.read_text().splitlines()]
     fork.train_metrics.write_text(
@@ -469,9 +469,9 @@ def test_command_submits_the_same_run_again() -> None:
     recovery = Recovery(elastic=True, spares=1, signal_before="2m")
     where = {"name": "x", "cluster": "slurm", "data": "/d a", "stage_dir": "/scratch"}
     spec = RunSpec(resources=resources, recovery=recovery, **where, **of_training(train))
-    words = submit_command(spec)
+    words = submit_command(spec, None)
     assert words[:3] == ["python", "-m", "hpc.submit"]
-    parsed = program.parse(SubmitTraining, words[3:], "hpc submit")
-    assert (parsed.train, parsed.resources, parsed.recovery) == (train, resources, recovery)
+    parsed = program.parse(submit_flags(), words[3:], "hpc submit")
+    assert (parsed.program.train, parsed.resources, parsed.recovery) == (train, resources, recovery)
     assert (parsed.cluster, str(parsed.stage_dir)) == ("slurm", "/scratch")
     assert "--data='/d a'" in shell_text(words) or "'--data=/d a'" in shell_text(words)

@@ -7,9 +7,9 @@ import pytest
 from support.events import of_training, script_spec
 
 from hpc.base.errors import UserError
+from hpc.programs.kinds import program_of_run
 from hpc.run.rundir import RunDir, check_run_name
 from hpc.run.spec import Recovery, Resources, RunSpec
-from training.config.evaluation_task import EvaluationTask
 from training.config.train_config import TrainConfig
 
 
@@ -18,7 +18,7 @@ def test_spec_is_equal_after_saving_and_loading(tmp_path: Path) -> None:
     spec = RunSpec(
         name="a b", cluster="slurm", data="/d", stage_dir="/tmp",
         resources=Resources(nodes="2:4", gpus_per_node="a100:4", cpus_per_gpu=2, sbatch=("mail-type=END", "hold")),
-        **of_training(TrainConfig(data="/d", lr=0.3), evaluation=EvaluationTask(source="/r")),
+        **of_training(TrainConfig(data="/d", lr=0.3)), forked_from="/r/step",
         recovery=Recovery(elastic=True, spares=1, hang_timeout="90s", signal_before="2m"),
     )  # fmt: skip
     spec.save(run)
@@ -35,16 +35,14 @@ def test_spec_is_equal_after_saving_and_loading(tmp_path: Path) -> None:
 def test_changed_flags_change_what_ranks_import() -> None:
     train = TrainConfig(data="x")
     spec = script_spec(data="x", **of_training(train))
-    changed = spec.with_training(train=replace(train, checkpoint_activations=True))
+    flags = program_of_run(spec)
+    changed = replace(flags, train=replace(train, checkpoint_activations=True)).as_program()
     assert "torch._dynamo" not in spec.program.preload
-    assert "torch._dynamo" in changed.program.preload
-    assert changed.with_training(train=train) == spec
-    assert script_spec().with_training(train=train) == script_spec()
+    assert "torch._dynamo" in changed.preload
+    assert flags.as_program() == spec.program
 
 
-@pytest.mark.parametrize(
-    ("lacks", "has"), [(("program", "training"), {"script": ["a.py"], "train": None}), ((), {"later": 1})]
-)
+@pytest.mark.parametrize(("lacks", "has"), [(("program",), {"script": ["a.py"], "train": None}), ((), {"later": 1})])
 def test_spec_of_another_version_is_refused_in_one_line(
     lacks: tuple[str, ...], has: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -8,23 +8,25 @@ from support.cluster import hpc
 
 from hpc.base import program
 from hpc.base.errors import UserError
-from hpc.submissions.options import SubmitScript, SubmitTraining, flag_names
+from hpc.base.flag_files import with_files
+from hpc.submissions.options import flag_names, submit_flags
 from training.config import command_line
-from training.config.command_line import recipe_path, recipes, with_data, with_files
+from training.config.command_line import preset, recipe_path, recipes
 from training.config.model_names import check_model, torchvision_weights
 from training.config.train_config import TrainConfig
 from training.engine.optim import highest_learning_rate
 
-KNOWN = flag_names(SubmitTraining)
+KNOWN = flag_names(submit_flags())
 
 
 def settings(*words: str) -> dict[str, Any]:
     """The settings of a command line and of the files that it names, by flag."""
-    return with_files(program.read((SubmitTraining,), words, "hpc submit"), KNOWN)
+    typed = program.read((submit_flags(),), words, "hpc submit")
+    return with_files(typed, KNOWN, {}, lambda others: preset({"data": "x", **others}, KNOWN))
 
 
 def training(*words: str) -> TrainConfig:
-    return program.build(SubmitTraining, settings(*words)).train
+    return program.build(submit_flags(), settings(*words)).program.train
 
 
 def test_values_are_taken_as_they_are_written(tmp_path: Path) -> None:
@@ -44,11 +46,13 @@ def in_file(directory: Path, text: str, *words: str) -> list[str]:
 
 
 def test_switches_are_true_or_false(tmp_path: Path) -> None:
-    options = program.build(SubmitScript, settings(*in_file(tmp_path, "wait: true\ndry-run: false\nspares: 1")))
+    options = program.build(submit_flags(("a.py",)), settings(*in_file(tmp_path, "wait: true\ndry-run: false\nspares: 1")))
     assert (options.wait, options.dry_run, options.recovery.spares) == (True, False, 1)
     with pytest.raises(UserError, match="wait is 'yes': write true or false"):
         settings(*in_file(tmp_path, "wait: yes"))
-    assert {"lr", "data"} - flag_names(SubmitScript).keys() == {"lr"}, "a flag of the training is none of a script's"
+    assert {"lr", "data"} - flag_names(submit_flags(("a.py",))).keys() == {"lr"}, (
+        "a flag of the training is none of a script's"
+    )
 
 
 # --- recipes ---
@@ -101,12 +105,12 @@ def test_a_copy_of_a_recipe_can_be_given_as_a_file(tmp_path: Path) -> None:
 
 def test_training_that_names_no_data_gets_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command_line, "FASHION_MNIST_DIRECTORY", tmp_path)
-    assert with_data({"epochs": "3"}, KNOWN) == {"data": "fashion-mnist", "epochs": "3"}
+    assert preset({"epochs": "3"}, KNOWN) == {"data": "fashion-mnist"}
     monkeypatch.setattr(command_line, "FASHION_MNIST_DIRECTORY", tmp_path / "none")
-    train = program.build(SubmitTraining, with_data({"epochs": "3"}, KNOWN)).train
+    train = program.build(submit_flags(), preset({"epochs": "3"}, KNOWN) | {"epochs": "3"}).program.train
     assert (train.data, train.epochs, train.batch_size) == ("digits", 3, 64)
-    for named in ({"data": "x"}, {"synthetic": True}, {"recipe": "imagenet-resnet50"}):
-        assert with_data(named, KNOWN) == named
+    assert preset({"data": "x"}, KNOWN) == preset({"synthetic": True}, KNOWN) == {}
+    assert "data" not in preset({"recipe": "imagenet-resnet50"}, KNOWN)
 
 
 @pytest.mark.parametrize(

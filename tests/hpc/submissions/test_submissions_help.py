@@ -6,7 +6,7 @@ import pytest
 from support.cluster import hpc
 
 from hpc.base import program
-from hpc.submissions.options import SubmitScript, SubmitTraining
+from hpc.submissions.options import submit_flags
 from training.config.command_line import recipes
 
 _MOST_LINES = 120
@@ -40,7 +40,7 @@ def test_flags_of_a_script_come_before_those_of_the_classifier(brief: str) -> No
 
 def test_help_all_shows_all_flags(brief: str) -> None:
     assert {"nodes", "partition", "time", "elastic", "data", "lr", "recipe", "help-all"} <= flags_in(brief)
-    fields = [*program.flags(SubmitTraining), *program.flags(SubmitScript)]
+    fields = [*program.flags(submit_flags()), *program.flags(submit_flags(("a.py",)))]
     assert flags_in(printed("--help-all")) == {field.name.replace("_", "-") for field in fields}
 
 

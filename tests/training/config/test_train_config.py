@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,9 +13,10 @@ import pytest
 from support.trainings import make_folder, make_idx
 
 from hpc.base.errors import UserError
-from hpc.base.files import write_json
 from hpc.base.text import flag
-from training.config.classifier import Training, is_from_spec, rank_options, spec_argv
+from jobs.ranks.rank_program import program_argv
+from training.config.classifier import ClassifierFlags
+from training.config.command_line import is_from_agent, rank_options
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.model_names import models_of
 from training.config.rules import without_effect
@@ -211,29 +212,25 @@ def test_a_rank_reads_the_flags_that_its_run_was_submitted_with(config: TrainCon
     run.mkdir()
     data = tmp_path / "a=b --c"
     data.mkdir()
-    write_json(run / "spec.json", {"training": asdict(Training(train=config, recipe="cifar"))})
-    argv = spec_argv(run / "spec.json", run, 3, memory, data=data)
-    assert is_from_spec(argv)
-    options, evaluation = rank_options(argv)
-    assert evaluation is None
-    assert options.train == replace(config, data=str(data))
+    program = ClassifierFlags(train=config, recipe="cifar").as_program()
+    places = {"run_dir": run, "attempt": 3, "torchrelay_node_dir": memory, "data": data}
+    _, _, *argv = program_argv(program, tmp_path, places)
+    assert is_from_agent(argv)
+    options = rank_options(argv)
+    assert options.train == (config if config.synthetic else replace(config, data=str(data)))
     assert (options.recipe, options.run_dir, options.attempt, options.node_dir) == ("cifar", run, 3, memory)
-    assert rank_options(spec_argv(run / "spec.json", run, 3, memory))[0].train == config
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"training": null}', '{"training": {"train": {"no-flag": 1}}}'])
-def test_a_damaged_spec_is_refused_in_one_line(text: str, tmp_path: Path) -> None:
-    (tmp_path / "spec.json").write_text(text)
-    with pytest.raises(UserError, match=r"spec.json (cannot be read|is damaged, or of another version)") as raised:
-        rank_options(spec_argv(tmp_path / "spec.json", tmp_path, 1, tmp_path))
+def test_flags_of_another_version_are_refused_in_one_line() -> None:
+    with pytest.raises(UserError, match="there is no flag --no-flag") as raised:
+        rank_options(["--resolved", "--no-flag=1"])
     assert "\n" not in str(raised.value)
 
 
-def test_a_rank_that_an_agent_starts_imports_no_parser(tmp_path: Path) -> None:
-    write_json(tmp_path / "spec.json", {"training": asdict(Training(train=TrainConfig(data="nowhere")))})
+def test_a_rank_that_an_agent_starts_imports_no_libraries_of_the_command_line() -> None:
     code = "import sys; from training import __main__ as rank; code = rank.main(); "
     code += "print(code, sorted({'tyro', 'yaml', 'rich'} & set(sys.modules)))"
-    argv = spec_argv(tmp_path / "spec.json", tmp_path, 1, tmp_path, fault="none")
+    argv = ["--resolved", "--data=nowhere", "--fault=none"]
     done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=True)
     assert done.stdout == "2 []\n", done.stderr
     assert done.stderr.startswith("error: --fault is 'none'")

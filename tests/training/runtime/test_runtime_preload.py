@@ -19,9 +19,9 @@ for name in ("_cuda_init", "_cuda_getDeviceCount"):
     setattr(torch._C, name, lambda *_: looked.append(1) or 0)
 from training.data import in_memory
 from training.config.train_config import TrainConfig
-from training.config.classifier import trainer_program
+from training.config.classifier import ClassifierFlags
 from training.runtime.__main__ import preload
-names = trainer_program(TrainConfig(synthetic=True, **json.loads(sys.argv[1])), has_data=True).preload
+names = ClassifierFlags(train=TrainConfig(synthetic=True, **json.loads(sys.argv[1]))).as_program().preload
 preload(names)
 record = {"missing": [name for name in names if name.partition(":")[0] not in sys.modules], "looked": len(looked)}
 record["read"] = sorted(path.name for path in in_memory._kept)

@@ -8,18 +8,16 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from support.cluster import SHORT_LOCAL_CONSTANT_LR, Site, add_script, refused, site_without_slurm
 
-from hpc.base import program
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.studies.sweep.sweep_controller import open_study
 from hpc.studies.sweep.sweep_dir import SweepDir
-from hpc.submissions.options import SubmitTraining, with_defaults
+from hpc.submissions.options import SubmitOptions, completed
 from hpc.submissions.plan import plan
 
 pytestmark = pytest.mark.timeout(400)
@@ -91,23 +89,9 @@ def test_best_training_is_a_file_of_flags(site: Site, monkeypatch: pytest.Monkey
     found = sweep(site, "--name=train", *SHORT_LOCAL_CONSTANT_LR, *flags)
     assert [one["params"]["lr"] for one in found["trials"]] == ["0.05", "1e-7"]
     monkeypatch.chdir(site.path)
-    given = {"config": "runs/train/best.yaml", "name": "again"}
-    _, again = plan(program.build(SubmitTraining, with_defaults(given, SubmitTraining)), ())
+    _, again = plan(completed({"config": "runs/train/best.yaml", "name": "again"}, SubmitOptions))
     trial = RunSpec.load(RunDir(site.path / "runs/train" / found["best"]))
-    assert (again.train, again.resources) == (trial.train, trial.resources)
-
-
-def test_a_sweep_that_an_earlier_version_began_is_read(tmp_path: Path) -> None:
-    words = ["--epochs=2", "--elastic", "--setup=a", "--setup=b c"]
-    spec = {
-        "param": ["lr=1,2"], "trials": 2, "metric": "val/accuracy", "direction": "maximize", "sampler": "tpe",
-        "pruner": "none", "seed": 0, "parallel": 1, "arguments": words, "script": [], "names": None, "revision": None,
-    }  # fmt: skip
-    (tmp_path / "sweep.json").write_text(json.dumps(spec))
-    settings = SweepDir(tmp_path).load().settings
-    assert settings == {"epochs": "2", "elastic": True, "setup": ["a", "b c"]}
-    made = program.build(SubmitTraining, {"data": "x", **settings})
-    assert (made.train.epochs, made.recovery.elastic, made.resources.setup) == (2, True, ("a", "b c"))
+    assert (again.program, again.resources) == (trial.program, trial.resources)
 
 
 @pytest.mark.slow
