@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from hpc.submissions.data_checks import training_data
 from support.cluster import checked_json
 from support.events import of_training, script_spec
 from support.trainings import Ask, Starter, lines
 
 from hpc.report.command import submit_command
 from training import profile
+from training.config.data_checks import training_data
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import BatchRequest
 from training.data.build import synthetic_data

@@ -122,7 +122,8 @@ class ClassifierFlags(_OfSubmission, ProgramFlags):
         for name in values:
             if name.replace("-", "_") not in {field.name for field in fields(TrainConfig)}:
                 raise UserError(f"--param {name}: there is no training flag --{name}; hpc sweep --help-all lists them")
-        return command_line.build(type(self), {**command_line.values_of(self), **values})
+        flags = {name.replace("_", "-"): value for name, value in values.items()}
+        return command_line.build(type(self), {**command_line.values_of(self), **flags})
 
     def of_size(self, size: StudySize) -> Self:
         """Return the flags with a batch that has grown, and with an end after some minutes."""

@@ -25,7 +25,6 @@ def read_space(params: Sequence[str]) -> "dict[str, BaseDistribution]":
         name, _, values = param.partition("=")
         if not _NAME.fullmatch(name) or not values:
             raise UserError(f"--param {param!r}: use NAME=VALUES, such as {_EXAMPLES}")
-        name = name.replace("_", "-")
         if name in space:
             raise UserError(f"--param {name} is given twice: write all of its values into one --param")
         space[name] = _distribution(param, values)

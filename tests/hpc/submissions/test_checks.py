@@ -8,11 +8,11 @@ import pytest
 from support.events import of_training, script_spec
 
 from hpc.base.errors import UserError
+from hpc.programs.script_flags import ScriptFlags
 from hpc.run.spec import Recovery, Resources, RunSpec
 from hpc.slurm.sinfo import Partition, parse_partitions
 from hpc.submissions.checks import (
     check_recovery,
-    check_script,
     check_setup,
     local_resources,
     resolve_resources,
@@ -176,7 +176,7 @@ def test_setup_that_could_not_run_is_refused() -> None:
 )
 def test_script_that_could_not_start_is_refused(script: tuple[str, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        check_script(script, has_data=False)
+        ScriptFlags(script=script).resolve()
 
 
 @pytest.mark.parametrize(
@@ -198,5 +198,5 @@ def test_a_launcher_is_refused_with_the_script_that_it_starts(
     name = shlex.split(typed)[0]
     message = f"{name!r} is not a Python file, and hpc submit itself starts the ranks: type {own}"
     with pytest.raises(UserError) as refused:
-        check_script(tuple(shlex.split(typed)), has_data=False)
+        ScriptFlags(script=tuple(shlex.split(typed))).resolve()
     assert str(refused.value) == message

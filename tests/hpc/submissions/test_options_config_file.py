@@ -46,7 +46,9 @@ def in_file(directory: Path, text: str, *words: str) -> list[str]:
 
 
 def test_switches_are_true_or_false(tmp_path: Path) -> None:
-    options = program.build(submit_flags(("a.py",)), settings(*in_file(tmp_path, "wait: true\ndry-run: false\nspares: 1")))
+    options = program.build(
+        submit_flags(("a.py",)), settings(*in_file(tmp_path, "wait: true\ndry-run: false\nspares: 1"))
+    )
     assert (options.wait, options.dry_run, options.recovery.spares) == (True, False, 1)
     with pytest.raises(UserError, match="wait is 'yes': write true or false"):
         settings(*in_file(tmp_path, "wait: yes"))

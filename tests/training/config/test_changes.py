@@ -7,12 +7,15 @@ from typing import Any, get_args
 import pytest
 
 from hpc.base.errors import UserError
-from training.config.changes import Begun, check_adjusted, refuse_on_fork, refuse_on_resume
+from hpc.programs.program_flags import Begun
+from hpc.run.rundir import RunDir
+from training.config.changes import check_adjusted, refuse_on_fork, refuse_on_resume
 from training.config.train_config import LrScheduler, TrainConfig
 from training.runtime.train_progress import Progress
 
 CONFIG = TrainConfig(synthetic=True, epochs=4, warmup_epochs=1, lr=0.1, lr_step_epochs="2")
-BEGUN = Begun(run="r", epoch=3, ended=None, complete=False)
+BEGUN = Begun(run=RunDir(Path("r")), typed="r", ended=None, complete=False)
+EPOCH = 3
 
 
 @pytest.mark.parametrize("scheduler", get_args(LrScheduler))
@@ -24,18 +27,18 @@ def test_epochs_may_change_where_no_learning_rate_so_far_depends_on_them(schedul
     after = replace(before, epochs=8)
     rates = [[learning_rate(config, Progress(step=step), 10) for step in range(40)] for config in (before, after)]
     if rates[0] == rates[1]:
-        check_adjusted(before, after, BEGUN)
+        check_adjusted(before, after, BEGUN, EPOCH)
     else:
         with pytest.raises(UserError, match=r"--epochs is 8, but with .* type hpc fork r --name NEW --epochs 8"):
-            check_adjusted(before, after, BEGUN)
-    check_adjusted(before, after, BEGUN._replace(epoch=0))  # no step has been done
+            check_adjusted(before, after, BEGUN, EPOCH)
+    check_adjusted(before, after, BEGUN, 0)  # no step has been done
 
 
 def test_epochs_may_not_change_where_the_sizes_of_the_images_depend_on_them() -> None:
     before = replace(CONFIG, lr_scheduler="constant", initial_image_size=16)
     with pytest.raises(UserError, match="--epochs is 8, but with --initial-image-size the size of the images depends"):
-        check_adjusted(before, replace(before, epochs=8), BEGUN)
-    check_adjusted(before, replace(before, epochs=8), BEGUN._replace(epoch=0))
+        check_adjusted(before, replace(before, epochs=8), BEGUN, EPOCH)
+    check_adjusted(before, replace(before, epochs=8), BEGUN, 0)
 
 
 @pytest.mark.parametrize(
@@ -56,12 +59,12 @@ def test_complete_training_goes_on_only_if_steps_follow(
     changes: dict[str, Any], ended: str | None, says: str | None
 ) -> None:
     before = replace(CONFIG, lr_scheduler="constant", early_stopping_patience=3, max_hours=2.0)
-    begun = BEGUN._replace(ended=ended, complete=True)
+    begun = replace(BEGUN, ended=ended, complete=True)
     if says is None:
-        check_adjusted(before, replace(before, **changes), begun)
+        check_adjusted(before, replace(before, **changes), begun, EPOCH)
     else:
         with pytest.raises(UserError, match=says):
-            check_adjusted(before, replace(before, **changes), begun)
+            check_adjusted(before, replace(before, **changes), begun, EPOCH)
 
 
 def test_flags_of_other_steps_are_sent_to_fork_and_those_of_the_state_to_a_new_run() -> None:

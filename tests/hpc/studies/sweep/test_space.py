@@ -4,7 +4,7 @@ import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from hpc.base.errors import UserError
-from hpc.studies.members import filled
+from hpc.programs.script_flags import ScriptFlags
 from hpc.studies.sweep.space import grid_of, read_space, shown
 
 
@@ -12,7 +12,7 @@ def test_ranges_and_lists() -> None:
     params = ("lr=log:1e-4,1e-1", "momentum=float:0.8,0.99", "epochs=int:5,20", "batch_size=64,128")
     assert read_space(params) == {
         "lr": FloatDistribution(1e-4, 1e-1, log=True), "momentum": FloatDistribution(0.8, 0.99),
-        "epochs": IntDistribution(5, 20), "batch-size": CategoricalDistribution(["64", "128"]),
+        "epochs": IntDistribution(5, 20), "batch_size": CategoricalDistribution(["64", "128"]),
     }  # fmt: skip
 
 
@@ -42,5 +42,7 @@ def test_grid_takes_lists_alone() -> None:
         grid_of(read_space(("lr=log:1,2",)))
 
 
-def test_values_stand_in_the_words_of_a_script_and_other_braces_stay() -> None:
-    assert filled("--x={lr}/{other}/{}", {"lr": shown(0.00123456789)}) == "--x=0.00123457/{other}/{}"
+def test_values_stand_in_the_words_of_a_script_or_after_them_and_other_braces_stay() -> None:
+    script = ScriptFlags(script=("a.py", "--x={lr}/{other}/{}"))
+    values = {"lr": shown(0.00123456789), "batch_size": "8"}
+    assert script.with_values(values).script == ("a.py", "--x=0.00123457/{other}/{}", "--batch_size=8")

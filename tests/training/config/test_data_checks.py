@@ -2,10 +2,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hpc.submissions.data_checks import check_data_on_device, class_warnings, pack_size
 from support.trainings import make_folder, make_idx
 
 from hpc.base.errors import UserError
+from training.config.data_checks import check_data_on_device, class_warnings, pack_size
 from training.config.train_config import TrainConfig
 
 
@@ -26,6 +26,10 @@ def test_an_image_folder_cannot_be_on_the_device(photos: Path) -> None:
     check_data_on_device(TrainConfig(synthetic=True, data_on_device="on"))
 
 
+def warnings_of(data: Path) -> list[str]:
+    return class_warnings(TrainConfig(data=str(data)))
+
+
 @pytest.mark.parametrize("kind", ["zip", "gztar"])
 def test_classes_of_an_archive_are_checked_by_its_names(tmp_path: Path, kind: str) -> None:
     data = make_folder(tmp_path / "flowers", per_class=2)
@@ -37,21 +41,21 @@ def test_classes_of_an_archive_are_checked_by_its_names(tmp_path: Path, kind: st
         return Path(shutil.make_archive(str(tmp_path.with_name(name)), kind, tmp_path))
 
     some = archived("some")
-    [of_train, *others] = class_warnings(some)
+    [of_train, *others] = warnings_of(some)
     assert of_train == f"{some}/flowers/train has no images of class violet: add some, or remove it"
     assert len(others) == 2
     (data / "val" / "black").mkdir()
     unknown = archived("unknown")
     with pytest.raises(UserError, match=f"{unknown}/flowers/val/black is a class that the training set does not have"):
-        class_warnings(unknown)
+        warnings_of(unknown)
     shutil.rmtree(data)
     make_idx(tmp_path / "idx")
-    assert class_warnings(archived("idx")) == []
+    assert warnings_of(archived("idx")) == []
     shutil.rmtree(tmp_path / "idx")
     (tmp_path / "notes.txt").touch()
     notes = archived("notes")
     with pytest.raises(UserError, match=f"--data is {notes}, but there are no images in class .* below {notes}: give"):
-        class_warnings(notes)
+        warnings_of(notes)
 
 
 def test_images_are_packed_as_large_as_training_or_evaluation_needs_them(photos: Path) -> None:
