@@ -58,7 +58,10 @@ def test_words_are_read(options: type[Any], words: tuple[str, ...], values: dict
         (("--wait", "a.py", "--lr"), "put -- before a.py: --wait -- a.py --lr"),
         (("a",), "unexpected argument: a"),
         (("--",), "nothing follows --"),
-        (("--wait", "--", "a.py"), "only hpc submit, hpc sweep and hpc scaling take a script: leave out -- and"),
+        (
+            ("--wait", "--", "a.py"),
+            "only hpc submit, sweep, scaling and fork take a script or its arguments: leave out -- and",
+        ),
     ],
 )
 def test_words_that_are_not_understood_are_refused(words: tuple[str, ...], message: str) -> None:
@@ -71,7 +74,7 @@ def test_a_value_of_python_is_what_its_text_would_be() -> None:
     given = {"data": Path("x"), "nodes": 2, "lr": 1, "setup": ("a",), "stage-dir": Path("/x"), "elastic": True}
     made = program.build(submit_flags(), given)
     assert made == program.build(submit_flags(), typed)
-    assert (made.train.lr, made.resources.nodes, made.stage_dir) == (1.0, "2", Path("/x"))
+    assert (made.program.train.lr, made.resources.nodes, made.stage_dir) == (1.0, "2", Path("/x"))
     assert program.build(submit_flags(), program.values_of(made)) == made
 
 

@@ -320,7 +320,7 @@ def test_compressed_archive_with_another_checksum_is_refused(tree: Path, tmp_pat
 
 
 def test_archive_that_cannot_be_read_is_retried_and_then_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.staging.source._RETRY_SECONDS", (0.1, 0.1))
+    monkeypatch.setattr("hpc.sources.source_files._RETRY_SECONDS", (0.1, 0.1))
     archive = tmp_path / "photos.tar"
     archive.symlink_to("/proc/self/mem")  # reading its first byte is an input/output error
     with pytest.raises(TorchrelayError, match=r"photos\.tar could not be read on .* \(Input/output error\), 3 times"):

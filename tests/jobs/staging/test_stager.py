@@ -360,7 +360,7 @@ def test_source_that_changes_during_the_copy_is_refused(source: Path, local: Pat
 def test_source_that_vanishes_is_retried_and_then_named(
     source: Path, local: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.staging.source._RETRY_SECONDS", (0.3, 0.3))
+    monkeypatch.setattr("hpc.sources.source_files._RETRY_SECONDS", (0.3, 0.3))
     hidden = source.parent / "hidden"
 
     def hide() -> None:

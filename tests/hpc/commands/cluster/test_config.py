@@ -61,5 +61,5 @@ def test_site_file_gives_way_to_the_users(tmp_path: Path, monkeypatch: pytest.Mo
     site, own = tmp_path / "site.yaml", tmp_path / "torchrelay.yaml"
     site.write_text("partition: gpu\naccount: group\n")
     own.write_text("account: me\n")
-    monkeypatch.setattr(files, "files", lambda: (site, own))
+    monkeypatch.setattr(files, "default_files", lambda: (site, own))
     assert sbatch_variables.merged(flag_names(submit_flags()), {}) == {"partition": "gpu", "account": "me"}

@@ -13,10 +13,12 @@ from support.staging_nodes import contents
 from torchrelay.checkpoint_files import list_checkpoints
 
 from hpc.base.files import read_json_lines
-from hpc.run.events.resumption import current_spec
+from hpc.programs.kinds import program_of_run
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.submissions.resumed_run import options_of
+from training.config.classifier import ClassifierFlags
+from training.config.train_config import TrainConfig
 
 pytestmark = pytest.mark.timeout(400)
 TRAINS = (*SHORT_LOCAL, "--lr-scheduler=step", "--lr-step-epochs=1", "--lr-gamma=0.7", "--keep-checkpoints=8")
@@ -26,6 +28,12 @@ TRAINS = (*SHORT_LOCAL, "--lr-scheduler=step", "--lr-step-epochs=1", "--lr-gamma
 def complete(local_site: Site) -> Run:
     """A complete training of 2 epochs with the checkpoints of all 8 steps; tests that change it take a copy."""
     return submit_and_wait(local_site, *TRAINS, "--name=complete", "--epochs=2")
+
+
+def training_of(spec: RunSpec) -> TrainConfig:
+    flags = program_of_run(spec)
+    assert isinstance(flags, ClassifierFlags)
+    return flags.train
 
 
 def copy_of(run: Run, name: str) -> RunDir:
@@ -66,9 +74,32 @@ def test_wrong_command_lines_say_what_to_type(
     assert not complete.events("resumed")
 
 
-def test_own_script_is_not_forked(local_site: Site) -> None:
-    recorded_run(local_site.path / "runs" / "mine", claimed(), attempt_ended(), cluster="local", script=("mine.py",))
-    assert "run mine runs mine.py, which keeps its own checkpoints" in refused(local_site, "fork", "mine", "--name=x")
+SCRIPT = """
+import sys
+from torchrelay import report, state
+
+with state() as saved:
+    print("begins after step", saved.step)
+    for saved.step in range(saved.step + 1, int(sys.argv[-1]) + 1):
+        report(step=saved.step, loss=1.0)
+"""
+
+
+def test_own_script_is_forked_with_further_arguments_from_what_it_saved(local_site: Site) -> None:
+    recorded_run(local_site.path / "runs" / "old", claimed(), attempt_ended(), cluster="local", script=("mine.py",))
+    assert "run old has no checkpoint" in refused(local_site, "fork", "old", "--name=x")
+    assert "--lr is a flag of another kind of program" in refused(local_site, "fork", "old", "--name=x", "--lr=1")
+    add_script(local_site, "mine.py", SCRIPT)
+    mine = submit_and_wait(
+        local_site, "--cluster=local", "--gpus-per-node=0", "--name=mine", "--", "mine.py", "--steps", "3"
+    )
+    done = local_site.hpc("fork", "mine", "--name=longer", "--wait", "--json", "--", "--steps", "7")
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = RunDir(local_site.path / "runs" / "longer")
+    assert RunSpec.load(run).script == ("mine.py", "--steps", "3", "--steps", "7")
+    assert [line["step"] for line in read_json_lines(run.train_metrics)] == [1, 2, 3, 4, 5, 6, 7]
+    assert "begins after step 3" in run.rank_log(1, 0).read_text()
+    assert mine.status()["step"] == 3
 
 
 def test_fork_goes_on_from_the_newest_checkpoint_that_is_intact(local_site: Site, complete: Run) -> None:
@@ -82,10 +113,10 @@ def test_fork_goes_on_from_the_newest_checkpoint_that_is_intact(local_site: Site
     done = local_site.hpc("fork", *arguments, "--wait", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     path = local_site.path / "runs" / "low"
-    spec = json.loads((path / "spec.json").read_text())
-    assert spec["training"]["forked_from"] == str(before_it)
-    train = spec["training"]["train"]
-    assert (train["batch_size"], train["lr"]) == (64, 0.01), "what was not typed is the other run's"
+    spec = RunSpec.load(RunDir(path))
+    assert spec.forked_from == str(before_it)
+    train = training_of(spec)
+    assert (train.batch_size, train.lr) == (64, 0.01), "what was not typed is the other run's"
     lines = {line["step"]: line for line in read_json_lines(path / "metrics" / "train.jsonl")}
     assert sorted(lines) == list(range(1, 13))
     assert [lines[step]["attempt"] for step in (7, 8)] == [0, 1]
@@ -108,7 +139,8 @@ def test_fork_without_other_flags_has_the_bits_of_one_training(local_site: Site,
 def test_epochs_that_change_earlier_learning_rates_are_refused(local_site: Site, complete: Run) -> None:
     run = copy_of(complete, "cosine")
     spec = json.loads(run.spec.read_text())
-    spec["training"]["train"]["lr_scheduler"] = "cosine"
+    argv = [word for word in spec["program"]["argv"] if not word.startswith("--lr-scheduler")]
+    spec["program"]["argv"] = argv  # cosine is the default
     run.spec.write_text(json.dumps(spec))
     says = refused(local_site, "resume", "cosine", "--epochs=4")
     assert "with --lr-scheduler cosine the learning rate of every step depends on it" in says
@@ -129,10 +161,10 @@ def test_complete_run_trains_longer_as_if_it_had_been_submitted_so(local_site: S
     assert [event["step"] for event in run.events("train_started")] == [0, 8]
     assert_equal(whole.directory, run.directory)
     assert json.loads((copy.path / "final-001" / "result.json").read_text())["step"] == 8, "the result before"
-    submitted, now = (json.loads(path.read_text()) for path in (run.directory.spec, current_spec(run.directory)))
-    assert [each["training"]["train"]["epochs"] for each in (submitted, now)] == [2, 4]
+    assert "--epochs=2" in json.loads(run.directory.spec.read_text())["program"]["argv"]
+    assert training_of(RunSpec.load(run.directory)).epochs == 4
     card = json.loads((run.directory.final / "model.json").read_text())
-    assert card["made_from"]["spec"]["training"]["train"]["epochs"] == 4
+    assert "--epochs=4" in card["made_from"]["spec"]["program"]["argv"]
 
 
 def test_failed_script_is_mended_and_resumed(shared: Path) -> None:
@@ -188,7 +220,7 @@ def test_settings_of_the_run_are_kept_unless_others_are_given(complete: Run) -> 
     )  # fmt: skip
     other = options_of({**run, "setup": ["c"], "elastic": True, "time": "2h", "epochs": 30})
     assert other.resources == replace(spec.resources, setup=("c",), time="2h")
-    assert (other.recovery.elastic, other.train.epochs) == (True, 30)
+    assert (other.recovery.elastic, other.program) == (True, {"epochs": 30})
 
 
 @pytest.mark.parametrize("flag", ["--after", "--after-ok"])
