@@ -15,8 +15,8 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hpc.base.compat import running_trial
 from hpc.base.errors import UserError
-from hpc.run.rundir import RunDir
-from hpc.services.tracking.points import read_points
+from hpc.base.text import few
+from hpc.services.tracking.points import Point, read_points
 from hpc.slurm.cancellation import cancel_run
 from hpc.status.run_view import StatusCache
 from hpc.status.summary import TERMINAL, Summary
@@ -104,7 +104,8 @@ class SweepController:
             self._start(trial)  # an earlier controller was killed before it submitted the run
             return
         state = summary.state
-        values = self._values(run)
+        metric = self._spec.metric
+        values = {point.step: point.values[metric] for point in self._points(trial) if metric in point.values}
         live = running_trial(self.study, trial)
         for step in sorted(values.keys() - trial.intermediate_values.keys()):
             live.report(values[step], step)
@@ -115,9 +116,8 @@ class SweepController:
             self._give_up(trial, TrialState.PRUNED, "other trials were better after the same number of steps")
             self._tell(f"{run.name} is cancelled: other trials were better after the same number of steps")
 
-    def _values(self, run: RunDir) -> dict[int, float]:
-        points = read_points(run.train_metrics.parent, {})
-        return {point.step: point.values[self._spec.metric] for point in points if self._spec.metric in point.values}
+    def _points(self, trial: FrozenTrial) -> Sequence[Point]:
+        return read_points(self._sweep.trial(trial.number).train_metrics.parent, {})
 
     def _end(self, trial: FrozenTrial, summary: Summary, values: Mapping[int, float]) -> None:
         state, detail = summary.state, summary.detail or summary.reason
@@ -127,10 +127,13 @@ class SweepController:
             self.study.tell(trial.number, best, skip_if_finished=True)
             self._tell(f"{name}: {self._spec.metric} {best:.6g} with {settings_text(trial.params)}")
         else:
-            cause = f"it has no {self._spec.metric}" if state == "completed" else detail or state
+            cause = detail or state
+            if state == "completed":
+                names = {name for point in self._points(trial) for name in point.values}
+                has = f"give --metric one of {few(sorted(names))}" if names else "call torchrelay.report in the script"
+                cause = f"it has no {self._spec.metric}: {has}"
             self._give_up(trial, TrialState.FAIL, cause)
-            why = f", but has no {self._spec.metric}" if state == "completed" else f" ({detail})" if detail else ""
-            self._tell(f"{name} is {state}{why}: {settings_text(trial.params)}")
+            self._tell(f"{name} is {state} ({cause}): {settings_text(trial.params)}")
 
     def _start(self, trial: FrozenTrial) -> None:
         """Submit a trial's run. If it is refused, give the trial up; for the first trial, also raise UserError."""

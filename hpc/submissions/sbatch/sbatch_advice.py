@@ -38,7 +38,7 @@ def explain(arguments: Sequence[str], at: int) -> str | None:
     if word == "--" and at == len(arguments) - 1:
         return "nothing follows --: give your script and its arguments, -- script.py ARGS"
     if "--" in arguments[: at + 1]:
-        return "only hpc submit, sweep, scaling and fork take a script or its arguments: leave out -- and the words after it"
+        return "only hpc submit, sweep, scaling and fork take words after --: leave out -- and what follows"
     if re.fullmatch(r"[^-].*\.py", word):
         return f"put -- before {word}: {shlex.join([*arguments[:at], '--', *arguments[at:]])}"
     flag = word.partition("=")[0] if word.startswith("--") else word[:2]

@@ -60,7 +60,7 @@ def test_words_are_read(options: type[Any], words: tuple[str, ...], values: dict
         (("--",), "nothing follows --"),
         (
             ("--wait", "--", "a.py"),
-            "only hpc submit, sweep, scaling and fork take a script or its arguments: leave out -- and",
+            "only hpc submit, sweep, scaling and fork take words after --: leave out -- and",
         ),
     ],
 )

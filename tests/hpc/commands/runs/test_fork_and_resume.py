@@ -93,9 +93,9 @@ def test_own_script_is_forked_with_further_arguments_from_what_it_saved(local_si
     mine = submit_and_wait(
         local_site, "--cluster=local", "--gpus-per-node=0", "--name=mine", "--", "mine.py", "--steps", "3"
     )
-    done = local_site.hpc("fork", "mine", "--name=longer", "--wait", "--json", "--", "--steps", "7")
+    done = local_site.hpc("fork", "mine", "--name=further", "--wait", "--json", "--", "--steps", "7")
     assert done.returncode == 0, done.stdout + done.stderr
-    run = RunDir(local_site.path / "runs" / "longer")
+    run = RunDir(local_site.path / "runs" / "further")
     assert RunSpec.load(run).script == ("mine.py", "--steps", "3", "--steps", "7")
     assert [line["step"] for line in read_json_lines(run.train_metrics)] == [1, 2, 3, 4, 5, 6, 7]
     assert "begins after step 3" in run.rank_log(1, 0).read_text()
