@@ -29,7 +29,7 @@ from hpc.submissions.user_code.code_notes import warnings_of_code
 from hpc.submissions.user_code.own_code import UserCode, code_in_place, find_code, own_environment
 from hpc.submissions.user_python import user_environment
 from training.config.model_names import check_model, resolve_weights
-from training.config.rules import without_effect
+from training.config.rules import check_device, without_effect
 from training.config.train_config import check_world
 from training.config.training_spec import Training, trainer_program
 
@@ -70,6 +70,9 @@ def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSp
     # The torch of the user's own environment is unknown until the ranks run.
     build = None if python or image else user_environment.torch_build(None)
     device = resolve_device(options.device, resources.num_gpus, cluster, build)
+    if train:
+        # With --device auto, GPUs that were requested but cannot exist (a testbed, no driver) leave the ranks on CPUs.
+        check_device(train, has_gpus=device == "cuda" or (device == "auto" and not resources.num_gpus))
     kind = train.model if train else _name_of(script)
     runs_dir = options.runs_dir.expanduser().resolve()
     name = options.name or _free_name(runs_dir, kind)

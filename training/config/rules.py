@@ -261,6 +261,16 @@ def without_effect(config: Any) -> list[str]:
     return lines
 
 
+def check_device(config: Any, *, has_gpus: bool) -> None:
+    """Refuse flags that need GPUs, unless the ranks have some (`has_gpus`).
+
+    Raises:
+        UserError: a flag needs GPUs.
+    """
+    if config.sync_bn and not has_gpus:
+        raise UserError("--sync-bn needs GPUs, because torch's SyncBatchNorm refuses CPUs: leave it out")
+
+
 def check_validation(config: Any, *, validates: bool) -> None:
     """Refuse flags that need a validation set, unless there is one (`validates`).
 

@@ -151,7 +151,7 @@ class TrainConfig(Adjustable):
     """Decay of an exponential moving average of the weights, such as 0.999. The average is then what is evaluated and
     saved as the model. 0: no average."""
     sync_bn: bool = False
-    """Compute the statistics of batch normalization over all ranks together."""
+    """Compute the statistics of batch normalization over all ranks together (torch's SyncBatchNorm). Needs GPUs."""
     amp: Literal["none", "bf16", "fp16"] = "none"
     """Automatic mixed precision with bfloat16 or float16."""
     strategy: Literal["ddp", "fsdp"] = "ddp"

@@ -5,10 +5,11 @@ from dataclasses import asdict, replace
 
 import torch
 from msgspec import convert
+from torch import nn
 
 from hpc.run.events.kinds import Preflight, Software
 from training.config.dataset_layout import check_data, resolve_data
-from training.config.rules import check_validation
+from training.config.rules import check_device, check_validation
 from training.config.train_config import check_world
 from training.config.training_spec import needs_compiler
 from training.data.build import load_data, move_to_device, synthetic_data
@@ -18,7 +19,6 @@ from training.engine.preflight import run_preflight
 from training.engine.shared_data import check_same, loader_workers, shared_file_index, user_paths
 from training.engine.trainer import Trainer
 from training.models.factory import FORMATS, Preprocess, build_model, input_channels, input_size, normalization
-from training.models.sync_batch_norm import convert_sync_batch_norm
 from training.runtime.determinism import configure, configure_attention
 from training.runtime.process_group import ProcessGroup, connect, disconnect
 from training.runtime.run_context import RankInfo, RunContext
@@ -73,6 +73,7 @@ def make_trainer(context: RunContext, group: ProcessGroup) -> Trainer:
     config = context.config
     with group.raise_on_all_ranks(), user_paths(context):
         check_world(config, group.world_size)
+        check_device(config, has_gpus=group.device.type == "cuda")
         layout = None if config.synthetic else check_data(resolve_data(config.data))
     file_index = shared_file_index(context, group, layout)
     context.heartbeat.beat("start")
@@ -88,7 +89,7 @@ def make_trainer(context: RunContext, group: ProcessGroup) -> Trainer:
         data = move_to_device(config, data, group.device)
     context.heartbeat.beat("start")
     if config.sync_bn:
-        model = convert_sync_batch_norm(model)
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     check_same(data, group)
     with group.raise_on_all_ranks():
         check_world(config, group.world_size, len(data.train))

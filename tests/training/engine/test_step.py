@@ -201,7 +201,6 @@ class Operations(TorchDispatchMode):
         {},
         {"ema_decay": 0.9, "clip_grad_norm": 1.0, "mixup": 0.2, "cutmix": 1.0, "label_smoothing": 0.1},
         {"grad_accum_steps": 3, "amp": "bf16", "model": "resnet20"},
-        {"sync_bn": True, "model": "resnet20"},
     ],
 )
 def test_no_step_waits_for_its_device(
