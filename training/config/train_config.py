@@ -81,8 +81,6 @@ class TrainConfig(Adjustable):
     """Train only the classification head. All other layers keep the weights and batch statistics of --weights."""
     head_hidden: int = 0
     """Width of an additional hidden layer in the classification head. 0: no such layer."""
-    drop_path: float | None = None
-    """Rate of stochastic depth in the last block; earlier blocks have lower rates. Default: the model's own."""
     batch_size: int = _DEFAULT_BATCH
     """Global batch: images per step on all ranks together."""
     lr: float | None = None
@@ -101,8 +99,6 @@ class TrainConfig(Adjustable):
     """
     momentum: float = 0.9
     """Momentum of SGD; beta1 of Adam and AdamW."""
-    adam_beta2: float = 0.999
-    """Beta2 of Adam and AdamW. Vision transformers are often trained with 0.95."""
     nesterov: bool = False
     """Use Nesterov momentum with --optimizer sgd."""
     weight_decay: float = 5e-4
@@ -164,12 +160,8 @@ class TrainConfig(Adjustable):
     - full: over all ranks
     - hybrid: within each node (HSDP), which needs more memory per GPU and less traffic between nodes
     """
-    memory_format: Literal["channels-last", "contiguous"] = "channels-last"
-    """Memory layout of images and, with --strategy ddp, of weights. Convolutions are fastest with channels-last."""
     compile: bool = False
     """Compile the model with torch.compile. It takes about a minute at the first start; later ones reuse the code."""
-    static_graph: bool = False
-    """Tell DDP that every step uses the same parameters (static_graph), which saves time."""
     compress_gradients: Literal["none", "bf16"] = "none"
     """Round gradients to bfloat16 (bf16) for the all-reduce, which halves the traffic."""
     deterministic: Literal["off", "warn", "error"] = "warn"
@@ -189,8 +181,6 @@ class TrainConfig(Adjustable):
     """
     crop_scale: Annotated[str, Flag(metavar="MIN,MAX")] = "0.25,1"
     """Smallest and largest area of a resized crop as parts of the image's area. Szegedy et al. (2015) use 0.08,1."""
-    crop_ratio: Annotated[str, Flag(metavar="MIN,MAX")] = "3/4,4/3"
-    """Smallest and largest aspect ratio (width divided by height) of a resized crop."""
     flip: Literal["auto", "on", "off"] = "auto"
     """Random horizontal flips. auto: on, except for IDX files and digits, because mirroring changes digits."""
     auto_augment: Literal["none", "autoaugment", "randaugment", "trivialaugment"] = "none"

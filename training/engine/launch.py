@@ -18,7 +18,7 @@ from training.engine.evaluation_run import EvaluationRun
 from training.engine.preflight import run_preflight
 from training.engine.shared_data import check_same, loader_workers, shared_file_index, user_paths
 from training.engine.trainer import Trainer
-from training.models.factory import FORMATS, Preprocess, build_model, input_channels, input_size, normalization
+from training.models.factory import Preprocess, build_model, input_channels, input_size, normalization
 from training.runtime.determinism import configure, configure_attention
 from training.runtime.process_group import ProcessGroup, connect, disconnect
 from training.runtime.run_context import RankInfo, RunContext
@@ -101,6 +101,5 @@ def make_trainer(context: RunContext, group: ProcessGroup) -> Trainer:
         channels=channels,
         size=size,
         interpolation=config.interpolation,
-        memory_format=FORMATS[config.memory_format],
     )
     return Trainer(context, group, data, model, preprocess, loader_workers(config, data, group))

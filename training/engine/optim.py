@@ -18,6 +18,7 @@ from training.runtime.train_progress import Progress
 
 Groups = list[dict[str, Any]]
 
+_BETA2 = 0.999  # torch's default, of Adam and AdamW
 # Name of the MLP with which SwinV2 computes the position biases of its attention.
 _POSITION_MLP = "cpb_mlp"
 
@@ -35,11 +36,11 @@ def _sgd(groups: Groups, config: TrainConfig, settings: dict[str, Any]) -> Optim
 
 
 def _adam(groups: Groups, config: TrainConfig, settings: dict[str, Any]) -> Optimizer:
-    return Adam(groups, betas=(config.momentum, config.adam_beta2), **settings)
+    return Adam(groups, betas=(config.momentum, _BETA2), **settings)
 
 
 def _adamw(groups: Groups, config: TrainConfig, settings: dict[str, Any]) -> Optimizer:
-    return AdamW(groups, betas=(config.momentum, config.adam_beta2), **settings)
+    return AdamW(groups, betas=(config.momentum, _BETA2), **settings)
 
 
 # Keys are the names in `training.config.train_config.Optimizer`.

@@ -13,10 +13,9 @@ from torchrelay.saving.restoring import read_state
 from hpc.base.errors import UserError
 from hpc.run.rundir import MODEL_CARD, MODEL_WEIGHTS
 from training.config.train_config import TrainConfig
-from training.inference.exported_model import FORMATS as EXPORTS
-from training.inference.exported_model import Classify, load_exported
+from training.inference.exported_model import FORMATS, Classify, load_exported
 from training.inference.model_card import ModelCard, read_card
-from training.models.factory import FORMATS, Preprocess, build_model, first_line
+from training.models.factory import Preprocess, build_model, first_line
 from training.models.parallel import load_full_state_dict, place_model
 from training.runtime.process_group import ProcessGroup
 
@@ -58,7 +57,7 @@ def load_model(directory: Path, config: TrainConfig, group: ProcessGroup) -> Eva
         SharedError: on all ranks, if a file is damaged, or a rank's node lacks a package.
     """
     with group.raise_on_all_ranks():
-        for kind in EXPORTS.values():
+        for kind in FORMATS.values():
             for path in directory.glob(f"*{kind.suffix}"):
                 card, classify = load_exported(path, kind)
                 return _exported(card, ExportedClassifier(classify, group.device), config)
@@ -86,7 +85,6 @@ def load_model(directory: Path, config: TrainConfig, group: ProcessGroup) -> Eva
         channels=card.channels,
         size=card.size,
         interpolation=card.interpolation,
-        memory_format=FORMATS[built.memory_format],
     )
     return EvaluatedModel(card=card, config=built, model=model, preprocess=preprocess, takes_any_size=True)
 

@@ -59,7 +59,7 @@ def wrap_for_training(
         return FsdpModel(model, group, syncs_buffers=has_other_buffers(model))
     if config.compile:
         compile_training(model, group.cores, repeatable=config.deterministic != "off")
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=config.static_graph)
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     # The constructor's argument has different names in torch 2.11 and 2.15.
     ddp.broadcast_buffers = has_other_buffers(model)
     # To measure a step, the host waits for the GPU's previous step, so measure rarely.

@@ -47,7 +47,6 @@ _SAME_TRAINING = (
     "seed",
     "val_split",
     "strategy",
-    "memory_format",
     "deterministic",
     "tf32",
     "amp",

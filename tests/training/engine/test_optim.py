@@ -214,8 +214,8 @@ def take_steps(optimizer: optim.Optimizer, model: nn.Module) -> None:
     [
         ("sgd", {}, partial(optim.SGD, momentum=0.8)),
         ("sgd", {"nesterov": True}, partial(optim.SGD, momentum=0.8, nesterov=True)),
-        ("adamw", {"adam_beta2": 0.95}, partial(optim.AdamW, betas=(0.8, 0.95))),
-        ("adam", {"adam_beta2": 0.95}, partial(optim.Adam, betas=(0.8, 0.95))),
+        ("adamw", {}, partial(optim.AdamW, betas=(0.8, 0.999))),
+        ("adam", {}, partial(optim.Adam, betas=(0.8, 0.999))),
     ],
 )
 def test_an_optimizer_is_that_of_torch(

@@ -34,18 +34,6 @@ def test_compressed_gradients_are_rounded_to_bfloat16(group: ProcessGroup, idx_d
     assert all(torch.equal(value, other.bfloat16().float()) for value, other in zip(rounded, exact, strict=True))
 
 
-@pytest.mark.parametrize("memory_format", ["channels-last", "contiguous"])
-def test_images_and_weights_lie_in_memory_as_they_should(
-    group: ProcessGroup, cifar_data: Path, tmp_path: Path, memory_format: str
-) -> None:
-    trainer = trainer_with(group, cifar_data, tmp_path / "run", model="resnet20", memory_format=memory_format)
-    weight = next(module.weight for module in trainer.state.model.modules() if getattr(module, "in_channels", 1) > 1)
-    images = trainer.stepper.preprocess(torch.zeros(2, 3, 32, 32, dtype=torch.uint8))
-    for values in (weight, images):
-        assert values.is_contiguous(memory_format=torch.channels_last) == (memory_format == "channels-last")
-        assert values.is_contiguous() == (memory_format == "contiguous")
-
-
 def test_images_of_one_channel_have_the_strides_of_channels_last(
     group: ProcessGroup, idx_data: Path, tmp_path: Path
 ) -> None:
@@ -58,15 +46,6 @@ def test_images_of_one_channel_have_the_strides_of_channels_last(
     assert found.stride() == found.clone().to(memory_format=torch.channels_last).stride()
     assert found.stride()[1] == 1
     assert found.reshape(2, -1).argsort().equal(images.reshape(2, -1).float().argsort()), "the same images"
-
-
-def test_a_static_graph_is_told_to_ddp_and_gives_the_same_gradients(
-    group: ProcessGroup, idx_data: Path, tmp_path: Path
-) -> None:
-    usual = trainer_with(group, idx_data, tmp_path / "usual")
-    static = trainer_with(group, idx_data, tmp_path / "static", static_graph=True)
-    assert (usual.stepper.wrapped.static_graph, static.stepper.wrapped.static_graph) == (False, True)
-    assert all(map(torch.equal, gradients(usual), gradients(static)))
 
 
 def broadcast_in_each_step() -> None:

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from hpc.base.errors import UserError
 from training.config.dataset_layout import Kind
-from training.config.rules import parse_range
+from training.config.rules import parse_crop_scale
 from training.config.train_config import Interpolation, TrainConfig
 from training.data.loader import to_device
 from training.data.transforms.crop import Crop, CropBox, center_box, random_box
@@ -63,8 +63,6 @@ class Augmentation:
     """Whether images are cropped and resized one by one: always for folders and packed data."""
     area: tuple[float, float] | None = None
     """Least and greatest area of a random box, as shares of the image; None to crop the square in the middle."""
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    """Least and greatest aspect ratio (width / height) of a random box."""
     interpolation: Interpolation = "bilinear"
     padding: float = 0.0
     """Largest shift of an image, as a share of its shorter side. Zeros fill the gap. 0 means no shift."""
@@ -88,7 +86,7 @@ class Augmentation:
 
     def _random_box(self, key: int, index: int, area: tuple[float, float], height: int, width: int) -> CropBox:
         draws = (rand_float(key, index * _DRAWS + draw) for draw in range(_BOX, _DRAWS))
-        return random_box(draws, height, width, area, self.ratio)
+        return random_box(draws, height, width, area)
 
     def batch(self, epoch: int, indices: Tensor, images: Tensor) -> Tensor:
         """Return augmented images of one size (uint8 [n, C, H, W]). `images` may be overwritten.
@@ -165,8 +163,7 @@ def make_augmentation(
     return Augmentation(
         seed=config.seed,
         resizes=crop == "resized" or not in_memory,
-        area=parse_range("crop_scale", config.crop_scale) if crop == "resized" else None,
-        ratio=parse_range("crop_ratio", config.crop_ratio),
+        area=parse_crop_scale(config.crop_scale) if crop == "resized" else None,
         interpolation=config.interpolation,
         padding=defaults.padding if crop == "padded" else 0.0,
         flip=defaults.flip if config.flip == "auto" else config.flip == "on",
