@@ -5,7 +5,6 @@ Runs on every rank and in its loader workers. A data set is indexed with a `Batc
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,8 +13,9 @@ from hpc.base.errors import UserError
 from training.config.dataset_layout import no_images
 from training.config.train_config import Interpolation
 from training.data.batch_schedule import BatchRequest
-from training.data.image_folder import FolderImages, dark_images
+from training.data.image_folder import FolderImages
 from training.data.loader import Batch, ImageSource, to_device
+from training.data.packed import PackedImages
 from training.data.transforms.augment import Augmentation
 from training.data.transforms.crop import CenterCrop, Crop
 from training.runtime.process_group import SharedError
@@ -84,27 +84,8 @@ class SyntheticImages:
         return f"generated image {index}"
 
 
-class ImageStore(Protocol):
-    """A source of images by index, such as an image folder or packed data."""
-
-    def read(self, index: int, crop: Crop | CenterCrop) -> Tensor | None:
-        """Return the crop of an image (uint8 [3, *crop.size]), or None if the image is corrupt.
-
-        Raises:
-            UserError: this node cannot read the image.
-        """
-
-    def name(self, index: int) -> str:
-        """Return the image's path, for messages."""
-
-    def fix(self) -> str:
-        """Return an instruction for the user if many images are corrupt."""
-
-    def identity(self) -> bytes:
-        """Return bytes that identify the images, independent of the path of their directory."""
-
-    def part(self, indices: Tensor) -> "ImageStore":
-        """Return a store of the images with these indices."""
+ImageStore = FolderImages | PackedImages
+"""A source of images by index."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,17 +180,6 @@ class Data:
     def size(self) -> int:
         """Side in pixels of the training images, as the data set returns them; their height if they are not square."""
         return self.shape[0]
-
-
-def dark_source(source: ImageSource) -> list[str]:
-    """Return a warning if images of files are nearly black, as `dark_images` does.
-
-    Raises:
-        UserError: an image's gray levels are unknown.
-    """
-    if not isinstance(source, ImageDataset) or not isinstance(source.store, FolderImages):
-        return []  # packed images were checked when they were packed
-    return dark_images(source.store.path, len(source))
 
 
 def empty_classes(data: Data) -> list[str]:

@@ -18,7 +18,7 @@ from training.config.dataset_layout import check_data, resolve_data
 from training.config.evaluation_task import EvaluationTask, Split, choose_split
 from training.config.train_config import TrainConfig
 from training.data.build import load_data
-from training.data.dataset import Data, ImageDataset, MemoryImages, dark_source
+from training.data.dataset import Data, ImageDataset, MemoryImages
 from training.engine.shared_data import check_same, loader_workers, shared_file_index, user_paths
 from training.evaluation.evaluated_model import EvaluatedModel, load_model
 from training.evaluation.evaluator import Evaluation, Evaluator
@@ -76,9 +76,6 @@ class EvaluationRun:
             f"evaluating {self._task.source} on {len(self._source):,} images ({self._split}) of "
             f"{len(card.classes)} classes, {self._group.description}"
         )
-        with self._group.raise_on_all_ranks():
-            for warning in dark_source(self._source) if self._group.is_rank_zero else ():
-                logger.console.warn(warning)
         try:
             self._write(self._evaluate())
         except StopRequested as request:

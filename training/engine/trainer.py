@@ -24,7 +24,7 @@ from training.checkpoint.state import TrainState, identity
 from training.config.rules import without_effect
 from training.config.train_config import TrainConfig, highest_learning_rate, samples_per_group
 from training.data.batch_schedule import BatchSchedule, make_schedule
-from training.data.dataset import Data, dark_source, empty_classes
+from training.data.dataset import Data, empty_classes
 from training.data.loader import load_device_batches
 from training.engine.corrupt_images import CorruptImages
 from training.engine.early_stopping import MAX_HOURS, PATIENCE, EarlyStopping, out_of_patience
@@ -32,7 +32,6 @@ from training.engine.loss import Loss
 from training.engine.loss_meter import DivergedError, LossMeter, Totals
 from training.engine.optim import follow_plateau, make_optimizer
 from training.engine.recomputation import Recomputation
-from training.engine.shared_data import user_paths
 from training.engine.step import Stepper
 from training.engine.step_timer import StepTimer
 from training.evaluation.evaluator import Evaluator
@@ -180,9 +179,7 @@ class Trainer:
         origin = f"resuming from {restored.source} {restored.path.name}" if restored else "starting"
         self.console.print(f"{origin}: {describe(self.config, self.data, self.schedule, self.group, self.state.model)}")
         self.report_numerics(progress.step)
-        with self.group.raise_on_all_ranks(), user_paths(self.context):
-            dark = dark_source(self.data.train) if self.group.is_rank_zero else []
-        for warning in (*without_effect(self.config), *empty_classes(self.data), *dark):
+        for warning in (*without_effect(self.config), *empty_classes(self.data)):
             self.console.warn(warning)
         self.console.start(progress.step, self.schedule.total_steps)
         self.heartbeat.beat("start", progress.step)

@@ -5,7 +5,7 @@ import csv
 import io
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +17,7 @@ from training.data.batch_schedule import BatchRequest
 from training.data.loader import ImageSource
 from training.evaluation.evaluator import Evaluation
 
-Record = Mapping[str, Any]
-
 _CLASS_COLUMNS = ("class", "images", "correct", "accuracy", "precision", "f1", "most confused with", "times")
-_HISTORY_COLUMNS = (
-    *("epoch", "step", "train_loss", "lr", "train_seconds", "images_per_second", "data_wait_share"),
-    *("val_loss", "val_accuracy", "val_top5_accuracy", "val_seconds"),
-)
 _SAMPLES = 12
 # Pixels, enough to recognize a photograph; all samples together take less than a megabyte.
 _MAX_SIDE = 96
@@ -61,36 +55,6 @@ def classes_csv(labels: Tensor, predicted: Tensor, classes: tuple[str, ...]) -> 
         )
         rows.append([name, images[index], correct[index], *shares, *confused.get(index, ("", 0))])
     return _csv(_CLASS_COLUMNS, rows)
-
-
-def history_csv(train: Iterable[Record], evaluations: Iterable[Record]) -> str:
-    """Return a row for each epoch, from the lines of `metrics/train.jsonl` and `metrics/eval.jsonl`."""
-    epochs: dict[int, list[Record]] = {}
-    for record in train:
-        epochs.setdefault(record["epoch"], []).append(record)
-    validations = {record["epoch"]: record for record in evaluations if record["split"] == "val"}
-    rows = []
-    last: Record = {"step": 0, "train_seconds": 0.0}
-    for epoch, records in epochs.items():
-        # Each line has the means over the steps since the previous line. An epoch's last line is at its end.
-        pairs = list(zip([last, *records], records, strict=False))
-        steps = [record["step"] - before["step"] for before, record in pairs]
-        # The seconds do not include saves and validations, since train_seconds does not.
-        seconds = [record["train_seconds"] - before["train_seconds"] for before, record in pairs]
-        total_seconds = max(sum(seconds), 1e-9)
-        last = records[-1]
-        means = (
-            round(_dot(records, "images_per_second", seconds) / total_seconds, 1),
-            round(_dot(records, "data_wait_share", seconds) / total_seconds, 4),
-        )
-        loss = round(_dot(records, "loss", steps) / sum(steps), 6)
-        validation = [validations.get(epoch, {}).get(name) for name in ("loss", "accuracy", "top5_accuracy", "seconds")]
-        rows.append([epoch, last["step"], loss, last["lr"], round(sum(seconds), 3), *means, *validation])
-    return _csv(_HISTORY_COLUMNS, rows)
-
-
-def _dot(records: Sequence[Record], name: str, weights: Sequence[float]) -> float:
-    return sum(float(record[name]) * weight for record, weight in zip(records, weights, strict=True))
 
 
 def _share(part: int, whole: int) -> str:

@@ -25,7 +25,7 @@ from hpc.base.errors import UserError
 from hpc.base.flags import Flag
 from hpc.base.text import csv_cell, file_name, visible
 from training.config.class_directories import is_ignored, is_image
-from training.data.image_folder import as_rgb, dark_images, decode_image, with_image
+from training.data.image_folder import as_rgb, decode_image, with_image
 from training.data.transforms.crop import CenterCrop
 from training.inference.classifier import find_model, load_classifier
 from training.inference.exported_model import FORMATS, Classify, load_exported
@@ -75,9 +75,6 @@ def main() -> int:
         _print_csv(predictions, options.top)
     else:
         _print_table(predictions)
-    readable = [each.path for each in predictions if not each.error]
-    for warning in dark_images(readable.__getitem__, len(readable)):
-        print(visible(f"warning: {warning}"), file=sys.stderr)
     unreadable = [each for each in predictions if each.error]
     for each in unreadable:
         print(visible(f"warning: {each.path} cannot be read: {each.error}"), file=sys.stderr)

@@ -31,7 +31,6 @@ from hpc.run.nodedir import open_lock, try_lock
 from training.config.dataset_layout import check_classes, check_data
 from training.config.packed_index import INDEX, PackedFile, PackedPart, PackIndex, read_index, write_index
 from training.data.file_index import build_index
-from training.data.image_folder import dark_images
 from training.data.worker_process import die_with_parent
 from training.pack.split_writer import CHANNELS, SplitWriter, has_records, pack_splits, pixels_sha256
 
@@ -171,9 +170,6 @@ def pack(options: PackOptions, workers: int) -> None:
                 f"{directory.parent} has {free // 2**20} MB free, and the packed images need {needed // 2**20} MB: "
                 "free some space, use a smaller --size, or give another DST"
             )
-        for split in splits:
-            for warning in dark_images(split.path_of, len(split.names)):
-                print(visible(f"warning: {warning}"), flush=True)
         pack_splits(splits, pool, workers)
         for name, array in tables.items():
             write_atomic(directory / name, _npy(array))

@@ -1,6 +1,7 @@
 """Gray images of any depth keep their gray levels, or are refused with the reason."""
 
 import io
+import re
 import struct
 import subprocess
 import sys
@@ -10,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from support.trainings import Ask, Starter
+from support.trainings import Starter
 from torch import Tensor
 
 from hpc.base.errors import UserError
-from training.data.image_folder import dark_images, decode_image
+from training.data.image_folder import decode_image
 from training.data.transforms.crop import Crop
 
 SIDE = 48
@@ -126,27 +127,12 @@ def folder(path: Path, content: bytes) -> Path:
     return path
 
 
-def test_nearly_black_images_of_16_bits_are_told(tmp_path: Path, start: Starter, ask: Ask) -> None:
-    start.data = folder(tmp_path / "data", tiff(RAMP >> 4))
-    first = tmp_path / "data" / "train" / "one" / "0.tif"
-    warning = "and the other images of 16 bits that were tried are nearly black, with at most 15 of 255: if white"
-    training = start.complete("--epochs=1", "--batch-size=4", "--image-size=16", "--val-split=0")
-    assert f"warning: {first} {warning} is not 65535 in them, multiply their values\n" in training.output()
-    packer = [sys.executable, "-m", "training.pack", str(start.data), str(tmp_path / "packed")]
-    assert warning in subprocess.run(packer, capture_output=True, text=True, check=True).stdout
-    code, _, errors = ask(training.run_dir, first)
-    assert (code, warning in errors) == (0, True)
-    assert dark_images(lambda _: first, 3)
-    first.write_bytes(tiff(RAMP))
-    assert not dark_images(lambda _: first, 3)
-
-
-def test_a_refused_image_is_named_at_the_start(tmp_path: Path, start: Starter) -> None:
+def test_a_refused_image_is_named(tmp_path: Path, start: Starter) -> None:
     start.data = folder(tmp_path / "data", tiff(RAMP.astype("<f4")))
     refused = start("--epochs=1", "--batch-size=4", world_size=2)
     assert refused.wait() == [2, 2]
-    image = tmp_path / "data" / "train" / "one" / "0.tif"
-    assert f"error: rank 0: {image}: its gray values are 0 to 65535, and white is unknown" in refused.output()
+    reason = r"error: \S+/train/o\w+/\d.tif: its gray values are 0 to 65535, and white is unknown"
+    assert re.search(reason, refused.output())
     packer = [sys.executable, "-m", "training.pack", str(start.data), str(tmp_path / "packed")]
     packed = subprocess.run(packer, capture_output=True, text=True, check=False)
-    assert (packed.returncode, f"error: {image}: its gray values are 0 to 65535" in packed.stderr) == (2, True)
+    assert (packed.returncode, bool(re.search(reason, packed.stderr))) == (2, True)

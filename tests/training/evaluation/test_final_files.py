@@ -29,7 +29,7 @@ from training.config.train_config import TrainConfig
 from training.data.in_memory import read_idx_pair
 from training.engine.loss_meter import LossMeter
 from training.evaluation.evaluator import Evaluation
-from training.evaluation.final_files import classes_csv, confusion_csv, history_csv
+from training.evaluation.final_files import classes_csv, confusion_csv
 from training.evaluation.validation import learned_nothing, tables_of
 from training.inference.classifier import load_classifier
 from training.inference.model_card import read_card
@@ -71,32 +71,6 @@ def test_a_model_says_what_it_was_made_from(run: Path, idx_data: Path) -> None:
     assert made["versions"]["torch"] == version("torch")
     assert made["code"]["revision"] == git_revision(Path.cwd())
     assert (run / "best" / "model.json").exists()
-
-
-def test_the_history_has_a_row_for_each_epoch(run: Path) -> None:
-    with (run / "final" / "history.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["epoch"], row["step"]) for row in rows] == [("1", "9"), ("2", "18"), ("3", "27")]
-    validations = [line for line in lines(run / "metrics" / "eval.jsonl") if line["split"] == "val"]
-    assert [float(row["val_accuracy"]) for row in rows] == [line["accuracy"] for line in validations]
-    train = lines(run / "metrics" / "train.jsonl")
-    assert sum(float(row["train_seconds"]) for row in rows) == pytest.approx(train[-1]["train_seconds"], abs=0.01)
-    losses = [line["loss"] for line in train[:3]]
-    assert [line["step"] for line in train[:3]] == [4, 8, 9]
-    assert float(rows[0]["train_loss"]) == pytest.approx((4 * losses[0] + 4 * losses[1] + losses[2]) / 9, abs=1e-5)
-
-
-def test_an_epoch_is_added_up_from_lines_of_different_length() -> None:
-    shared = {"epoch": 1, "lr": 0.1}
-    train = [
-        shared | {"step": 6, "loss": 2.0, "train_seconds": 3.0, "images_per_second": 100, "data_wait_share": 0.5},
-        shared | {"step": 8, "loss": 1.0, "train_seconds": 4.0, "images_per_second": 300, "data_wait_share": 0.1},
-    ]
-    [row] = csv.DictReader(io.StringIO(history_csv(train, [])))
-    assert float(row["train_loss"]) == 1.75
-    assert float(row["images_per_second"]) == 150
-    assert float(row["data_wait_share"]) == 0.4
-    assert row["val_accuracy"] == ""
 
 
 def images_of(confusion: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
