@@ -20,11 +20,10 @@ from training.config.rules import parse_step_epochs
 from training.config.train_config import LrScaling, LrScheduler, Optimizer, TrainConfig, highest_learning_rate
 from training.engine.optim import (
     OPTIMIZERS,
-    SCHEDULES,
+    LrSchedule,
     decayed_names,
     follow_plateau,
     layer_scales,
-    learning_rate,
     make_optimizer,
     set_learning_rate,
 )
@@ -36,7 +35,8 @@ EPOCH = 10
 def rates(**settings: object) -> list[float]:
     """The learning rates of all steps, with 10 steps an epoch."""
     config = TrainConfig(data="x", **{"lr": 0.4, "epochs": 10, "warmup_epochs": 0, **settings})  # type: ignore[arg-type]
-    return [learning_rate(config, Progress(step=step), EPOCH) for step in range(EPOCH * config.epochs)]
+    schedule = LrSchedule(config, EPOCH)
+    return [schedule.rate(Progress(step=step)) for step in range(EPOCH * config.epochs)]
 
 
 def rates_of_torch(make: Callable[[optim.Optimizer], lr_scheduler.LRScheduler], steps: int) -> list[float]:
@@ -51,7 +51,7 @@ def rates_of_torch(make: Callable[[optim.Optimizer], lr_scheduler.LRScheduler], 
 
 def test_every_name_has_an_implementation() -> None:
     assert OPTIMIZERS.keys() == set(get_args(Optimizer))
-    assert SCHEDULES.keys() == set(get_args(LrScheduler))
+    assert all(rates(lr_scheduler=name) for name in get_args(LrScheduler))
     assert [highest_learning_rate(TrainConfig(data="x", lr_scaling=name)) for name in get_args(LrScaling)]
     assert [highest_learning_rate(TrainConfig(data="x", optimizer=name)) for name in get_args(Optimizer)]
 
@@ -150,7 +150,7 @@ def test_plateau_is_that_of_torch_also_over_restarts(patience: int, losses: list
         progress = Progress(**json.loads(json.dumps(asdict(progress))))
         follow_plateau(config, progress, loss)
         reference.step(loss)
-        found.append(learning_rate(config, progress, EPOCH))
+        found.append(LrSchedule(config, EPOCH).rate(progress))
         expected.append(optimizer.param_groups[0]["lr"])
     assert found == pytest.approx(expected)
     assert found[-1] < 1
@@ -169,7 +169,7 @@ def test_plateau_does_not_count_the_epochs_of_the_warm_up(warmup: int) -> None:
         follow_plateau(config, progress, float(epoch))
         if epoch > warmup:
             reference.step(float(epoch))
-            found.append(learning_rate(config, progress, EPOCH))
+            found.append(LrSchedule(config, EPOCH).rate(progress))
             expected.append(optimizer.param_groups[0]["lr"])
     assert found == pytest.approx(expected)
     assert found[-1] < found[0] == 1

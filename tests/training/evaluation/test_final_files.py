@@ -244,12 +244,12 @@ SHAKY = ("--epochs=6", "--batch-size=20", "--lr=0.05", "--clip-grad-norm=1", "--
 
 def unlearn_in_the_last_epoch() -> None:
     """In a rank: gradient ascent, so that the last model is not the best one."""
-    from training.engine import step
+    from training.engine.optim import LrSchedule
 
-    def learning_rate(_config: object, progress: Progress, _steps_per_epoch: int) -> float:
+    def rate(_schedule: LrSchedule, progress: Progress) -> float:
         return 0.05 if progress.epoch < 5 else -0.1
 
-    step.learning_rate = learning_rate
+    LrSchedule.rate = rate  # type: ignore[method-assign]
 
 
 def result_of(directory: Path) -> dict[str, Any]:
