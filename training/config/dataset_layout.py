@@ -12,7 +12,7 @@ from typing import Literal
 from hpc.base.errors import UserError, pip_install
 from hpc.base.text import few, file_name
 from training.config.class_directories import class_names, holds_image
-from training.config.packed_index import INDEX, check_files, read_index, used_labels
+from training.config.packed_index import INDEX, check_files, read_index
 
 FASHION_MNIST = "fashion-mnist"
 FASHION_MNIST_DIRECTORY = Path("/usr/share/datasets/fashion-mnist")  # Debian's package dataset-fashion-mnist
@@ -189,19 +189,19 @@ def _digits_layout(path: Path) -> DataLayout | None:
 def _cifar_layout(path: Path) -> DataLayout | None:
     """Recognize CIFAR's files in the directory, or in a subdirectory with the published name."""
     places = ((kind, place) for kind, files in CIFAR.items() for place in (path, path / files.directory))
-    found = [
+    published = [
         (kind, place)
         for kind, place in places
         if (place.name == CIFAR[kind].directory and place.is_dir())
         # Require several files: one file named `train` or `meta` does not make a CIFAR data set.
         or all((place / name).is_file() for name in (CIFAR[kind].train[0], CIFAR[kind].meta))
     ]
-    if not found:
+    if not published:
         return None
-    if len(found) > 1:
-        both = " and ".join(str(place) for _, place in found)
+    if len(published) > 1:
+        both = " and ".join(str(place) for _, place in published)
         raise UserError(f"--data is {path}, which has {both}: give one of them")
-    kind, place = found[0]
+    kind, place = published[0]
     files = CIFAR[kind]
     missing = [name for name in (*files.train, files.test, files.meta) if not (place / name).is_file()]
     if missing:
@@ -234,14 +234,14 @@ def _part(path: Path, names: tuple[str, ...]) -> Path | None:
         UserError: several directories have such names.
     """
     named = [path / name for name in class_names(path) if name.lower() in names]
-    found = [
+    parts = [
         directory
         for directory in named
         if _is_root(directory) and (not holds_image(str(directory)) or not _has_class_images(path))
     ]
-    if len(found) > 1:
-        raise UserError(f"--data is {path}, which has {' and '.join(map(str, found))}: keep only one of them")
-    return found[0] if found else None
+    if len(parts) > 1:
+        raise UserError(f"--data is {path}, which has {' and '.join(map(str, parts))}: keep only one of them")
+    return parts[0] if parts else None
 
 
 def _is_root(directory: Path) -> bool:
@@ -277,33 +277,24 @@ def known_classes(layout: DataLayout, root: Path) -> set[str]:
 
 
 def check_classes(layout: DataLayout) -> list[str]:
-    """Return a warning for each part of the data that has no images of a class, and one for images that are not used.
-
-    Looks for an image of each class. Classes without images of IDX and CIFAR files are unknown.
+    """Return a warning for each part of an image folder without images of a class, and for images that are not used.
 
     Raises:
         UserError: a part of an image folder has a class that the training set lacks.
     """
-    lacking: dict[str, list[str]] = {}
-    unused = list[str]()
-    if layout.kind == "image-folder":
-        classes = class_names(layout.train)
-        for root in image_roots(layout).values():
-            present = known_classes(layout, root)
-            empty = set(classes) - {name for name in present if holds_image(str(root / name), below=True)}
-            lacking[str(root)] = sorted(empty)
-        if layout.train != layout.path:
-            beside = {layout.path / name for name in class_names(layout.path)} - set(image_roots(layout).values())
-            unused = [str(directory) for directory in sorted(beside) if holds_image(str(directory), below=True)]
-    elif layout.kind == "packed":
-        index = read_index(layout.path)
-        for part in index.parts:
-            used = used_labels(layout.path, part)
-            lacking[f"the {part.name} part of {layout.path}"] = [
-                name for label, name in enumerate(index.classes) if label not in used
-            ]
-    warnings = [f"the images in {file_name(directory)} are not used: {_NOT_USED}" for directory in unused]
-    return warnings + [no_images(where, names) for where, names in lacking.items() if names]
+    if layout.kind != "image-folder":
+        return []  # `hpc pack` has warned of packed data; the ranks warn of all others
+    warnings = list[str]()
+    if layout.train != layout.path:
+        beside = {layout.path / name for name in class_names(layout.path)} - set(image_roots(layout).values())
+        unused = [str(directory) for directory in sorted(beside) if holds_image(str(directory), below=True)]
+        warnings += [f"the images in {file_name(directory)} are not used: {_NOT_USED}" for directory in unused]
+    for root in image_roots(layout).values():
+        present = known_classes(layout, root)
+        used = {name for name in present if holds_image(str(root / name), below=True)}
+        if lacking := sorted(set(class_names(layout.train)) - used):
+            warnings.append(no_images(str(root), lacking))
+    return warnings
 
 
 def no_images(where: str, classes: Sequence[str]) -> str:

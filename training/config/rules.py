@@ -78,7 +78,9 @@ _RANGES: dict[str, tuple[Test, str]] = {
     **dict.fromkeys(("momentum", "label_smoothing", "ema_decay", "val_split"), _SHARE),
     **dict.fromkeys(("epochs", "grad_accum_steps", "repeated_augmentation", "keep_checkpoints"), _at_least(1)),
     **dict.fromkeys(("weight_decay", "min_lr", "max_hours", "clip_grad_norm", "mixup", "cutmix"), _at_least(0)),
-    **dict.fromkeys(("head_hidden", "max_corrupt_images", "warmup_epochs", "num_workers", "color_jitter"), _at_least(0)),
+    **dict.fromkeys(
+        ("head_hidden", "max_corrupt_images", "warmup_epochs", "num_workers", "color_jitter"), _at_least(0)
+    ),
     **dict.fromkeys(("plateau_patience", "early_stopping_patience"), _at_least(0, " epochs")),
     **dict.fromkeys(("image_size", "initial_image_size", "eval_image_size"), _at_least(8, " pixels")),
     "model": (bool, f"{SMALL_CNN}, a torchvision model such as resnet50, or {TIMM}NAME"),

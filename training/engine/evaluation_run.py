@@ -83,8 +83,6 @@ class EvaluationRun:
             self._context.heartbeat.beat("end")
             logger.event(TrainStopped(step=0, signal=request.name, seconds=seconds))
             logger.console.print(f"stopped by {request.name}: the next attempt evaluates from the first image on")
-        finally:
-            logger.console.stop()
         logger.close()
         self._stop_consensus.wait()
 

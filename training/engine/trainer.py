@@ -132,13 +132,11 @@ class Trainer:
                 self.save_and_stop(request)
         except (TorchrelayError, KeyboardInterrupt) as error:
             if isinstance(error, DivergedError):
-                found = self.recomputation.describe(error)
-                self.logger.record_divergence(found, self.schedule.batch(error.step), self.data.train)
+                divergence = self.recomputation.describe(error)
+                self.logger.record_divergence(divergence, self.schedule.batch(error.step), self.data.train)
             # Wait for the writers only after expected errors: other exceptions may come from a writer itself.
             self.finish_writing()
             raise
-        finally:
-            self.console.stop()
         self.finish_writing()
         self.stop_consensus.wait()
 
@@ -181,7 +179,6 @@ class Trainer:
         self.report_numerics(progress.step)
         for warning in (*without_effect(self.config), *empty_classes(self.data)):
             self.console.warn(warning)
-        self.console.start(progress.step, self.schedule.total_steps)
         self.heartbeat.beat("start", progress.step)
 
     def report_numerics(self, step: int) -> None:
@@ -233,7 +230,6 @@ class Trainer:
                 if progress.step == first:
                     group.wait_for_device()
                     self.logger.event(FirstStep(step=first))
-                self.console.step(progress.step)
                 self.log_if_due()
                 epoch_ended = progress.samples_seen == 0
                 if epoch_ended:
@@ -323,7 +319,7 @@ class Trainer:
         speed = meter.images_per_second()
         self.totals = meter.totals(step)
         self.state.progress.logged_step = step
-        known = {
+        record = {
             "lr": float(self.state.optimizer.param_groups[0]["lr"]),
             "images_per_second": round(speed, 1),
             "world_size": self.group.world_size,
@@ -331,26 +327,27 @@ class Trainer:
             "memory_bytes": self.group.used_memory,
             **self.allreduce(self.schedule.batch_size / speed),
         }
-        self.logger.log_later(partial(self.log, self.totals, known))
+        self.logger.log_later(partial(self.log, self.totals, record))
         meter.restart()
 
-    def log(self, totals: Totals, known: dict[str, Any]) -> None:
-        """Wait for the device, and log the metrics of a step. Runs in the logger's thread."""
+    def log(self, totals: Totals, record: dict[str, Any]) -> None:
+        """Wait for the device, and log `record` and the means of a step. Runs in the logger's thread."""
         if (means := totals.means()) is None:
             return
-        step, total_steps, speed = totals.step, self.schedule.total_steps, known["images_per_second"]
+        step, total_steps = totals.step, self.schedule.total_steps
+        speed = record["images_per_second"]
         epoch = (step - 1) // self.schedule.steps_per_epoch + 1
         measured = {
             "loss": round(means.loss, 6),
             "accuracy": round(means.accuracy, 6),
             "data_wait_share": round(means.data_wait_share, 4),
         }
-        self.logger.log_metrics({"step": step, "epoch": epoch, **measured, **known})
+        self.logger.log_metrics({"step": step, "epoch": epoch, **measured, **record})
         seconds_left = round((total_steps - step) * self.schedule.batch_size / max(speed, 0.1))
-        self.console.metrics(
-            f"epoch {epoch}/{self.config.epochs} step {step}/{total_steps}",
-            f"loss {means.loss:.3f} lr {known['lr']:.4f} {speed:.0f} img/s, {means.data_wait_share:.0%} waiting for "
-            f"data, {known['memory_bytes'] / 2**30:.2f} GiB, eta {seconds_left // 60}:{seconds_left % 60:02d}",
+        self.console.print(
+            f"epoch {epoch}/{self.config.epochs} step {step}/{total_steps} loss {means.loss:.3f} "
+            f"lr {record['lr']:.4f} {speed:.0f} img/s, {means.data_wait_share:.0%} waiting for data, "
+            f"{record['memory_bytes'] / 2**30:.2f} GiB, eta {seconds_left // 60}:{seconds_left % 60:02d}"
         )
 
     def allreduce(self, step_seconds: float) -> dict[str, float]:
