@@ -82,8 +82,8 @@ class Saver:
         times = self.checkpoints if durable else self.snapshots
         if times.is_saved(step):
             return 0.0
-        for each in (times, self.snapshots):  # a checkpoint is a snapshot, too
-            each.record(step)
+        times.record(step)
+        self.snapshots.record(step)  # a checkpoint is a snapshot, too
         if durable:
             self._logger.wait()  # the state refers to the best model, which must be written first
         began = time.monotonic()

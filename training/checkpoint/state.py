@@ -72,11 +72,7 @@ class TrainState:
         return Objects(shared=self._parts)
 
     def check_compatible(self, values: Mapping[str, Any], checkpoint: str) -> None:
-        """Check that the values of a saved state belong to this run.
-
-        Raises:
-            UserError: the data or a flag that the state depends on has changed, or another version made the state.
-        """
+        """Raise UserError if a saved state was made with other data or flags, or by another version."""
         saved = values.get("identity", {})
         if missing := sorted((self._parts.keys() ^ values["objects"].keys()) | (self.identity.keys() - saved.keys())):
             raise UserError(

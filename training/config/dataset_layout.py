@@ -262,11 +262,7 @@ def image_roots(layout: DataLayout) -> dict[str, Path]:
 
 
 def known_classes(layout: DataLayout, root: Path) -> set[str]:
-    """Return the classes of a part of an image folder, which is in `root`.
-
-    Raises:
-        UserError: it has a class that the training set lacks.
-    """
+    """Return the classes of the part of an image folder in `root`. Raises UserError if `train` lacks one."""
     present = set(class_names(root))
     if unknown := sorted(present.difference(class_names(layout.train))):
         raise UserError(

@@ -48,11 +48,7 @@ def models_of(package: str) -> tuple[str, ...]:
 
 
 def check_model(name: str) -> None:
-    """Check that a model of this name exists.
-
-    Raises:
-        UserError: no model has the name (the message lists similar names), or timm is not installed.
-    """
+    """Raise UserError, which lists similar names, if there is no model of this name."""
     if name.startswith(TIMM):
         need_package("timm", "timm", f"--model {name}")
         known = tuple(f"{TIMM}{model}" for model in models_of("timm"))

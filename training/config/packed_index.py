@@ -79,11 +79,7 @@ def write_index(directory: Path, index: PackIndex) -> None:
 
 
 def read_index(directory: Path) -> PackIndex:
-    """Read the index of a packed data set.
-
-    Raises:
-        UserError: the index cannot be read, is damaged, was edited, or has another version.
-    """
+    """Read the index. Raises UserError if it is missing, damaged, was edited, or has another version."""
     path = directory / INDEX
     try:
         content = json.loads(path.read_bytes())
@@ -110,11 +106,7 @@ def _parse_index(content: dict[str, Any]) -> PackIndex:
 
 
 def check_files(directory: Path, index: PackIndex) -> None:
-    """Check that all files exist and have the sizes in the index.
-
-    Raises:
-        UserError: names the first file that is missing or truncated.
-    """
+    """Raise UserError if a file is missing or does not have its size in the index."""
     for file in index.files:
         path = directory / file.name
         try:

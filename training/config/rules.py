@@ -22,11 +22,7 @@ Test = Callable[[Any], bool]
 
 
 def check(config: Any) -> None:
-    """Refuse values and combinations that cannot work.
-
-    Raises:
-        UserError: names the flag, its value and what to use instead.
-    """
+    """Raise UserError, which says what to use instead, if a value or a combination cannot work."""
     for name, kind in _types(config.__class__).items():
         value = getattr(config, name)
         accepts, fix = _RANGES.get(name, (lambda _: True, ""))
@@ -98,11 +94,7 @@ _RANGES: dict[str, tuple[Test, str]] = {
 
 @cache
 def parse_step_epochs(text: str) -> tuple[int, ...]:
-    """Parse `30` (every 30 epochs) or `150,225` (at these epochs).
-
-    Raises:
-        UserError: the text has another form.
-    """
+    """Parse `30` (every 30 epochs) or `150,225` (at these epochs). Raises UserError if the text has another form."""
     if re.fullmatch(r"\d+(,\d+)*", text):
         epochs = tuple(int(part) for part in text.split(","))
         if epochs[0] > 0 and all(one < other for one, other in pairwise(epochs)):
@@ -111,11 +103,7 @@ def parse_step_epochs(text: str) -> tuple[int, ...]:
 
 
 def parse_crop_scale(text: str) -> tuple[float, float]:
-    """Parse two numbers above 0 and up to 1, the smaller one first, such as `0.08,1`.
-
-    Raises:
-        UserError: the text has another form.
-    """
+    """Parse two numbers, such as `0.08,1`. Raises UserError if they are not rising, above 0 and up to 1."""
     numbers = [float(_fraction(part)) for part in str(text).split(",")]
     if len(numbers) == 2 and 0 < numbers[0] <= numbers[1] <= 1:
         return numbers[0], numbers[1]
@@ -125,11 +113,7 @@ def parse_crop_scale(text: str) -> tuple[float, float]:
 
 
 def parse_crop_pct(text: str) -> Fraction:
-    """Parse a number above 0 and up to 1, such as `224/256` or `0.875`.
-
-    Raises:
-        UserError: the text is not such a number.
-    """
+    """Parse a number above 0 and up to 1, such as `224/256` or `0.875`. Raises UserError for other texts."""
     if 0 < (number := _fraction(text)) <= 1:
         return number
     raise UserError(f"--eval-crop-pct is {text!r}: use a number above 0 and up to 1, such as 0.875")
@@ -234,21 +218,13 @@ def without_effect(config: Any) -> list[str]:
 
 
 def check_device(config: Any, *, has_gpus: bool) -> None:
-    """Refuse flags that need GPUs, unless the ranks have some (`has_gpus`).
-
-    Raises:
-        UserError: a flag needs GPUs.
-    """
+    """Raise UserError if a flag needs GPUs, unless the ranks have some (`has_gpus`)."""
     if config.sync_bn and not has_gpus:
         raise UserError("--sync-bn needs GPUs, because torch's SyncBatchNorm refuses CPUs: leave it out")
 
 
 def check_validation(config: Any, *, validates: bool) -> None:
-    """Refuse flags that need a validation set, unless there is one (`validates`).
-
-    Raises:
-        UserError: a flag needs validation data.
-    """
+    """Raise UserError if a flag needs a validation set, unless there is one (`validates`)."""
     if validates:
         return
     fix = "leave out --synthetic" if config.synthetic else "use --val-split 0.1, or add val/"

@@ -23,6 +23,8 @@ LrScaling = Literal["none", "sqrt", "linear"]
 SCALE_BATCH = 256
 """Batch size to which --lr applies with --lr-scaling."""
 _DEFAULT_BATCH = 512
+# The number of parts of a training in which images have one size.
+_PARTS = 5
 # For _DEFAULT_BATCH images and more; docs/how-to/image-classifier.md has the measurements.
 _DEFAULT_LR: dict[Optimizer, float] = {"sgd": 0.15, "adamw": 0.001, "adam": 0.001}
 _SCALINGS: dict[LrScaling, Callable[[float], float]] = {"none": lambda _: 1.0, "sqrt": math.sqrt, "linear": float}
@@ -243,6 +245,23 @@ def base_learning_rate(config: TrainConfig) -> float:
 def highest_learning_rate(config: TrainConfig) -> float:
     """Return `--lr` or its default, scaled with the global batch size."""
     return base_learning_rate(config) * _SCALINGS[config.lr_scaling](config.batch_size / SCALE_BATCH)
+
+
+def training_sizes(config: TrainConfig, size: int) -> list[int]:
+    """Return the sides of the training images in the fifths of the epochs. In the last fifth, it is `size`.
+
+    With --initial-image-size it grows, by multiples of 4 pixels: progressive resizing, as by Howard for DAWNBench
+    (2018).
+    """
+    first = size if config.initial_image_size is None else config.initial_image_size
+    growth = (size - first) / (_PARTS - 1)
+    return [*(min(size, first + round(growth * part / 4) * 4) for part in range(_PARTS - 1)), size]
+
+
+def size_in_epoch(config: TrainConfig, size: int, epoch: int) -> int:
+    """Return the side of the training images in an epoch, counted from 0. In the last epoch it is `size`."""
+    is_last = epoch >= config.epochs - 1
+    return training_sizes(config, size)[_PARTS - 1 if is_last else epoch * _PARTS // config.epochs]
 
 
 def samples_per_group(config: TrainConfig) -> int:

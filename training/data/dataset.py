@@ -190,11 +190,7 @@ def empty_classes(data: Data) -> list[str]:
 
 
 def check_corrupt_limit(source: ImageSource, corrupt: Sequence[int], limit: int) -> None:
-    """Check that no more than `limit` images are unreadable.
-
-    Raises:
-        SharedError: more images are unreadable. The message lists the first ones.
-    """
+    """Raise SharedError, which lists some images, if more than `limit` are unreadable."""
     if len(corrupt) > limit:
         names = ", ".join(map(source.name, corrupt[:_MAX_NAMES])) + (", ..." if len(corrupt) > _MAX_NAMES else "")
         raise SharedError(

@@ -120,11 +120,7 @@ def deserialize(content: bytes) -> FileIndex:
 
 
 def build_index(layout: DataLayout) -> FileIndex:
-    """List every image of an image folder.
-
-    Raises:
-        UserError: a directory of val/ or test/ is not a class of the training set.
-    """
+    """List every image of an image folder. Raises UserError if val/ or test/ has a class that train/ lacks."""
     roots = image_roots(layout)
     listed = [(str(root), _times(root.stat())) for root in roots.values()]
     classes, parts = class_names(layout.train), {}

@@ -50,11 +50,7 @@ def with_image(content: bytes, use: Callable[[Image.Image], _Result]) -> _Result
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
-    """Convert an image to three channels of 8 bits.
-
-    Raises:
-        UserError: the image's gray levels are unknown.
-    """
+    """Convert an image to three channels of 8 bits. Raises UserError if the image's gray levels are unknown."""
     if _is_deep(image):
         # Pillow would clip the values: all but the darkest 256 of 65,536 grays would become white.
         image = Image.fromarray(_gray_levels(image))

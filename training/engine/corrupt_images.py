@@ -31,11 +31,7 @@ class CorruptImages:
         return bool(self._unshared)
 
     def share(self) -> None:
-        """Share the images that each rank has met. All ranks must call this.
-
-        Raises:
-            SharedError: more images are unreadable than the limit allows.
-        """
+        """Share the images that each rank has met. All ranks call this. Raises SharedError if there are too many."""
         # Unreadable images are rare, and summing a number is faster than gathering lists.
         some_unshared = bool(self._group.all_reduce(torch.tensor(len(self._unshared))))
         found = set().union(*self._group.all_gather_json(list(self._unshared))) if some_unshared else set()

@@ -126,11 +126,7 @@ class EvaluationRun:
 
 
 def open_data(context: RunContext, group: ProcessGroup, task: EvaluationTask, card: ModelCard) -> tuple[Split, Data]:
-    """Open the data for a model with the card `card`, and choose the split to evaluate on.
-
-    Raises:
-        SharedError: on every rank, if a rank cannot read the data.
-    """
+    """Open the data for a model, and choose the split to evaluate on. SharedError on every rank if one fails."""
     given = context.config
     # Other flags of a training concern augmentation and steps, which an evaluation does not have.
     config = TrainConfig(data=given.data, seed=given.seed, val_split=given.val_split)

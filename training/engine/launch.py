@@ -3,7 +3,6 @@
 import gc
 from dataclasses import asdict, replace
 
-import torch
 from msgspec import convert
 from torch import nn
 
@@ -18,7 +17,7 @@ from training.engine.evaluation_run import EvaluationRun
 from training.engine.preflight import run_preflight
 from training.engine.shared_data import check_same, loader_workers, shared_file_index, user_paths
 from training.engine.trainer import Trainer
-from training.models.factory import Preprocess, build_model, input_channels, input_size, normalization
+from training.models.factory import Preprocess, build_model, input_channels, input_size, normalization, per_channel
 from training.runtime.determinism import configure, configure_attention
 from training.runtime.process_group import ProcessGroup, connect, disconnect
 from training.runtime.run_context import RankInfo, RunContext
@@ -65,11 +64,7 @@ def launch(context: RunContext, rank_info: RankInfo) -> None:
 
 
 def make_trainer(context: RunContext, group: ProcessGroup) -> Trainer:
-    """Open the data, build the model, and return their trainer.
-
-    Raises:
-        SharedError: on every rank, if a flag or the data is wrong on any rank.
-    """
+    """Open the data, build the model, and return their trainer. SharedError on every rank if one fails."""
     config = context.config
     with group.raise_on_all_ranks(), user_paths(context):
         check_world(config, group.world_size)
@@ -89,17 +84,13 @@ def make_trainer(context: RunContext, group: ProcessGroup) -> Trainer:
         data = move_to_device(config, data, group.device)
     context.heartbeat.beat("start")
     if config.sync_bn:
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch's own
     check_same(data, group)
     with group.raise_on_all_ranks():
         check_world(config, group.world_size, len(data.train))
         check_validation(config, validates=data.val is not None)
-    mean, std = (torch.tensor(values, device=group.device)[:, None, None] for values in (data.mean, data.std))
     preprocess = Preprocess(
-        mean=mean,
-        std=std,
-        channels=channels,
-        size=size,
-        interpolation=config.interpolation,
-    )
+        mean=per_channel(data.mean, group.device), std=per_channel(data.std, group.device),
+        channels=channels, size=size, interpolation=config.interpolation,
+    )  # fmt: skip
     return Trainer(context, group, data, model, preprocess, loader_workers(config, data, group))

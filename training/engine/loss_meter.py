@@ -60,11 +60,7 @@ class Totals:
         return Means(loss / images, correct / images, waited / self.group.world_size)
 
     def check(self) -> None:
-        """Wait for the device, and check that the loss is finite. All ranks must call this.
-
-        Raises:
-            DivergedError: the loss is not finite.
-        """
+        """Wait for the device, and raise DivergedError if the loss is not finite. All ranks must call this."""
         loss = self.values.read()[0]
         if not math.isfinite(loss):
             finite_steps = self.group.all_gather_json(int(self.finite_steps))

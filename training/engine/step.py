@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from training.checkpoint.state import TrainState
-from training.config.image_sizes import size_in_epoch, training_sizes
+from training.config.train_config import size_in_epoch, training_sizes
 from training.data.batch_schedule import BatchSchedule, split_range
 from training.data.loader import Batch
 from training.data.transforms.mixup import Mixup, draw_mix, mix_images, mix_labels

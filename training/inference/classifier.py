@@ -46,11 +46,7 @@ class Classifier(nn.Module):
 
 
 def find_model(name: str) -> Path:
-    """Return the directory of a model: the given directory, or `final/` of a run, or else its `best/`.
-
-    Raises:
-        UserError: none of these directories holds a model.
-    """
+    """Return a model's directory: the given one, `final/` of a run, or its `best/`. Raises UserError if none is."""
     given = Path(name).expanduser()
     run = RunDir(given if given.exists() or given.is_absolute() else Path("runs") / given)
     for directory in (run.path, run.final, run.best):

@@ -98,11 +98,7 @@ def make_card(config: TrainConfig, data: Data, preprocess: Preprocess, made_from
 
 
 def read_card(text: str, source: str) -> ModelCard:
-    """Return the card in `text`, the content of `model.json`. `source` names the file in errors.
-
-    Raises:
-        UserError: the card is damaged, or from another version.
-    """
+    """Return the card in `text`. Raises UserError, which names `source`, if it is damaged or of another version."""
     try:
         content = json.loads(text)
         values = {field.name: content[field.name] for field in fields(ModelCard) if field.name in content}

@@ -133,11 +133,7 @@ def find_images(given: Sequence[Path]) -> Iterator[Path]:
 
 
 def load(model: str) -> tuple[ModelCard, Classify]:
-    """Return the card and the model of a run, or of an exported file.
-
-    Raises:
-        UserError: the model does not exist, or cannot be loaded.
-    """
+    """Return card and model of a run or an exported file. Raises UserError if it cannot be loaded."""
     path = Path(model).expanduser()
     if not path.is_file():
         classifier = load_classifier(find_model(model))

@@ -17,9 +17,8 @@ from torch.nn import functional
 
 from hpc.base.errors import UserError, need_package
 from hpc.base.text import flag
-from training.config.image_sizes import training_sizes
 from training.config.model_names import OWN_MODELS, SMALL_CNN, TIMM
-from training.config.train_config import Interpolation, TrainConfig
+from training.config.train_config import Interpolation, TrainConfig, training_sizes
 from training.models.small_models import SmallResNet, small_cnn
 from training.runtime.counter_rng import Purpose, derive_key
 
@@ -77,7 +76,7 @@ def build_model(config: TrainConfig, *, classes: int, channels: int, size: int) 
     if config.weights and hasattr(model, "transform_input"):
         # torchvision's pretrained GoogLeNet and Inception need another normalization: make them convert to it.
         vars(model)["transform_input"] = True
-    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]  # torch's own
+    return model.to(memory_format=torch.channels_last)
 
 
 def _construct(config: TrainConfig, classes: int, channels: int, size: int) -> nn.Module:
@@ -103,11 +102,7 @@ def _construct(config: TrainConfig, classes: int, channels: int, size: int) -> n
 
 
 def timm_settings(model: str) -> Any:
-    """Return timm's settings (PretrainedCfg) of a model `timm:NAME` or `timm:NAME.TAG`.
-
-    Raises:
-        UserError: timm is not installed, or does not have the model.
-    """
+    """Return timm's settings (PretrainedCfg) of `timm:NAME` or `timm:NAME.TAG`. Raises UserError if there are none."""
     need_package("timm", "timm", f"--model {model}")
     timm = importlib.import_module("timm")
     try:
@@ -131,11 +126,7 @@ def _construct_timm(model: str, classes: int, size: int) -> nn.Module:
 
 
 def _check_other_sizes(model: nn.Module, config: TrainConfig, channels: int, size: int) -> None:
-    """Check that a model for images of `size` also takes those of earlier epochs and of evaluations.
-
-    Raises:
-        UserError: says what to use instead.
-    """
+    """Raise UserError if a model for images of `size` does not take those of earlier epochs or of evaluations."""
     if config.initial_image_size is not None and config.initial_image_size >= size:
         raise UserError(
             f"--initial-image-size is {config.initial_image_size}, but --image-size is {size}: use a smaller one, or "
@@ -189,11 +180,7 @@ def head_names(model: nn.Module) -> set[str]:
 
 
 def add_hidden_layer(model: nn.Module, width: int) -> None:
-    """Insert a hidden layer of `width` units before each last layer.
-
-    Raises:
-        UserError: a last layer is a convolution.
-    """
+    """Insert a hidden layer before each last layer. Raises UserError if a last layer is a convolution."""
     for name in last_layer_names(model):
         last = model.get_submodule(name)
         if not isinstance(last, nn.Linear):
@@ -210,6 +197,11 @@ def set_train_mode(model: nn.Module) -> None:
         parameters = list(part.parameters())
         if parameters and not any(parameter.requires_grad for parameter in parameters):
             part.eval()
+
+
+def per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return a value for each channel, such as its mean, as a tensor that images can be divided by."""
+    return torch.tensor(values, device=device)[:, None, None]
 
 
 @dataclass(frozen=True, kw_only=True)

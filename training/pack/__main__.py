@@ -250,11 +250,7 @@ def _explained(directory: Path) -> Iterator[None]:
 
 
 def verify(dst: Path, workers: int) -> None:
-    """Compare the files of a packed data set with their checksums.
-
-    Raises:
-        UserError: DST is not a packed data set, or a file is damaged.
-    """
+    """Compare the files of packed data with their checksums. Raises UserError if one is damaged."""
     if check_data(dst).kind != "packed":
         raise UserError(f"{dst} is not a packed data set: give one that hpc pack made")
     index = read_index(dst)

@@ -94,11 +94,7 @@ def main() -> int:
 
 
 def verify(config: TrainConfig, sizes: list[int], cuts: int, directory: Path) -> bool:
-    """Train twice, compare the trainings, and return whether they are equal.
-
-    Raises:
-        TorchrelayError: a training failed.
-    """
+    """Train twice, and return whether the trainings are equal. Raises TorchrelayError if one failed."""
     prepare_server()
     same_size = len(set(sizes)) == 1
     config = replace(config, log_samples=config.log_samples or not same_size)
