@@ -66,8 +66,8 @@ def _whole_states(snapshots: Path) -> list[list[Shard]]:
         return shard.step, shard.attempt, shard.count
 
     shards = sorted(list_shards(snapshots), key=lambda shard: (state_of(shard), shard.index))
-    states = [list(found) for _, found in itertools.groupby(shards, state_of)]
-    return [found for found in states if len(found) == found[0].count]
+    states = [list(state) for _, state in itertools.groupby(shards, state_of)]
+    return [state for state in states if len(state) == state[0].count]
 
 
 def _read_all(shards: Iterable[Shard]) -> dict[str, bytes]:

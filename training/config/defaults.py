@@ -36,16 +36,17 @@ def read(known: Mapping[str, bool] | None = None) -> list[Defaults]:
         UserError: a file cannot be read, or has an unknown flag or a recipe.
     """
     paths = [path for path in files() if os.path.lexists(path)]
-    found = [Defaults(source=str(path), settings=command_line.read_settings("defaults", path, known)) for path in paths]
-    for one in found:
-        if "recipe" in one.settings:
+    settings = [command_line.read_settings("defaults", path, known) for path in paths]
+    all_defaults = [Defaults(source=str(path), settings=of_file) for path, of_file in zip(paths, settings, strict=True)]
+    for defaults in all_defaults:
+        if "recipe" in defaults.settings:
             raise UserError(
-                f"defaults {one.source}: a recipe cannot be a default: write its flags into the file instead, or type "
-                f"--recipe {one.settings['recipe']}"
+                f"defaults {defaults.source}: a recipe cannot be a default: write its flags into the file instead, or "
+                f"type --recipe {defaults.settings['recipe']}"
             )
-    return found
+    return all_defaults
 
 
 def merge(defaults: list[Defaults]) -> dict[str, Any]:
     """Merge defaults. Later ones, such as the user's, replace earlier ones."""
-    return reduce(command_line.overlay, (one.settings for one in defaults), {})
+    return reduce(command_line.overlay, (of_file.settings for of_file in defaults), {})

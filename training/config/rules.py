@@ -97,7 +97,7 @@ def parse_step_epochs(text: str) -> tuple[int, ...]:
     """Parse `30` (every 30 epochs) or `150,225` (at these epochs). Raises UserError if the text has another form."""
     if re.fullmatch(r"\d+(,\d+)*", text):
         epochs = tuple(int(part) for part in text.split(","))
-        if epochs[0] > 0 and all(one < other for one, other in pairwise(epochs)):
+        if epochs[0] > 0 and all(earlier < later for earlier, later in pairwise(epochs)):
             return epochs
     raise UserError(f"--lr-step-epochs is {text!r}: use a number such as 30, or rising epochs such as 150,225")
 

@@ -127,9 +127,9 @@ class EvaluationRun:
 
 def open_data(context: RunContext, group: ProcessGroup, task: EvaluationTask, card: ModelCard) -> tuple[Split, Data]:
     """Open the data for a model, and choose the split to evaluate on. SharedError on every rank if one fails."""
-    given = context.config
+    run_config = context.config
     # Other flags of a training concern augmentation and steps, which an evaluation does not have.
-    config = TrainConfig(data=given.data, seed=given.seed, val_split=given.val_split)
+    config = TrainConfig(data=run_config.data, seed=run_config.seed, val_split=run_config.val_split)
     with group.raise_on_all_ranks(), user_paths(context):
         layout = check_data(resolve_data(config.data))
         split = choose_split(task, layout, config.val_split)
@@ -162,19 +162,20 @@ def fitting(source: ImageDataset | MemoryImages, data: Data, model: EvaluatedMod
     return replace(source, labels=labels)
 
 
-def labels_of_model(labels: Tensor, classes: tuple[str, ...], known: tuple[str, ...]) -> Tensor:
-    """Translate labels (int64 [n]) of `classes` into labels of `known`, the model's classes, by the names of classes.
+def labels_of_model(labels: Tensor, classes: tuple[str, ...], model_classes: tuple[str, ...]) -> Tensor:
+    """Translate labels (int64 [n]) of `classes` into labels of `model_classes`, by the names of classes.
 
     IDX files name their classes by numbers. Such labels stay unchanged if data and model have equally many classes.
 
     Raises:
         UserError: the model does not know a class.
     """
-    numbers = tuple(map(str, range(len(known))))
-    if len(classes) == len(known) and numbers in {classes, known}:
+    numbers = tuple(map(str, range(len(model_classes))))
+    if len(classes) == len(model_classes) and numbers in {classes, model_classes}:
         return labels
-    if unknown := sorted(set(classes) - set(known)):
+    if unknown := sorted(set(classes) - set(model_classes)):
         raise UserError(
-            f"--data has classes that the model does not know: {few(unknown)}; it was trained on {few(list(known))}"
+            f"--data has classes that the model does not know: {few(unknown)}; it was trained on "
+            f"{few(list(model_classes))}"
         )
-    return torch.tensor([known.index(name) for name in classes], dtype=torch.int64)[labels]
+    return torch.tensor([model_classes.index(name) for name in classes], dtype=torch.int64)[labels]

@@ -23,8 +23,8 @@ def user_paths(context: RunContext) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        given = spec_of(context.run_dir).get("data") or context.config.data
-        raise UserError(str(error).replace(context.config.data, given)) from error
+        typed = spec_of(context.run_dir).get("data") or context.config.data
+        raise UserError(str(error).replace(context.config.data, typed)) from error
 
 
 def shared_file_index(context: RunContext, group: ProcessGroup, layout: DataLayout | None) -> bytes:
@@ -58,10 +58,10 @@ def check_same(data: Data, group: ProcessGroup) -> None:
     Raises:
         SharedError: a rank has other data.
     """
-    found = group.all_gather_json([len(data.train), data.fingerprint])
-    other = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None)
+    data_of_ranks = group.all_gather_json([len(data.train), data.fingerprint])
+    other = next((rank for rank, theirs in enumerate(data_of_ranks) if theirs != data_of_ranks[0]), None)
     if other is not None:
         raise SharedError(
-            f"--data differs between nodes: rank 0 has {found[0][0]} training images, rank {other} has "
-            f"{found[other][0]}, or their names or labels differ: stage the data again"
+            f"--data differs between nodes: rank 0 has {data_of_ranks[0][0]} training images, rank {other} has "
+            f"{data_of_ranks[other][0]}, or their names or labels differ: stage the data again"
         )

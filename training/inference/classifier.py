@@ -47,13 +47,13 @@ class Classifier(nn.Module):
 
 def find_model(name: str) -> Path:
     """Return a model's directory: the given one, `final/` of a run, or its `best/`. Raises UserError if none is."""
-    given = Path(name).expanduser()
-    run = RunDir(given if given.exists() or given.is_absolute() else Path("runs") / given)
+    path = Path(name).expanduser()
+    run = RunDir(path if path.exists() or path.is_absolute() else Path("runs") / path)
     for directory in (run.path, run.final, run.best):
         if (directory / MODEL_CARD).is_file():
             return directory
     raise UserError(
-        f"there is no model in {given}: give a run that has validated or is complete, its final/ or best/ directory, "
+        f"there is no model in {path}: give a run that has validated or is complete, its final/ or best/ directory, "
         "or an exported file"
     )
 

@@ -170,8 +170,8 @@ def last_layer_names(model: nn.Module) -> tuple[str, ...]:
         )
     # SqueezeNet ends with a convolution.
     kinds = (nn.Linear, nn.Conv2d)
-    found = [[name for name, module in model.named_modules() if isinstance(module, kind)] for kind in kinds]
-    return ((found[0] or found[1])[-1],)
+    layers = [[name for name, module in model.named_modules() if isinstance(module, kind)] for kind in kinds]
+    return ((layers[0] or layers[1])[-1],)
 
 
 def head_names(model: nn.Module) -> set[str]:
@@ -236,7 +236,7 @@ class Preprocess:
         if values.is_contiguous(memory_format=torch.channels_last):
             # A row of pixels is one vector for the CPU; with a vector per pixel, it takes 3 times as long.
             values = values.permute(0, 2, 3, 1).view(count, height, width * channels)
-            mean, std = (each.flatten().repeat(width) for each in (mean, std))
+            mean, std = (statistic.flatten().repeat(width) for statistic in (mean, std))
         values.div_(255).sub_(mean).div_(std)
 
 

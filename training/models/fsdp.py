@@ -66,8 +66,8 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     Blocks are the members of Sequentials and lists, and the model's children. A block's children are not sharded on
     their own, because some blocks, such as attention, use their children's weights without calling the children.
     """
-    found = [*row_members(model), *(child for child in model.children() if not is_row(child))]
-    large = [part for part in dict.fromkeys(found) if sum(map(torch.numel, part.parameters())) >= _MIN_WEIGHTS]
+    candidates = [*row_members(model), *(child for child in model.children() if not is_row(child))]
+    large = [part for part in dict.fromkeys(candidates) if sum(map(torch.numel, part.parameters())) >= _MIN_WEIGHTS]
     return [part for part in large if not isinstance(part, FSDPModule)]
 
 

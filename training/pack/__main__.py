@@ -256,10 +256,10 @@ def verify(dst: Path, workers: int) -> None:
     index = read_index(dst)
     with _pool(workers) as pool:
         for part in index.parts:
-            found = {file.name: sha256_of(dst / file.name) for file in (part.labels, part.names)}
-            found[part.pixels.name] = pixels_sha256(dst / part.pixels.name, part.images, pool)
+            digests = {file.name: sha256_of(dst / file.name) for file in (part.labels, part.names)}
+            digests[part.pixels.name] = pixels_sha256(dst / part.pixels.name, part.images, pool)
             for file in part.files:
-                if found[file.name] != file.sha256:
+                if digests[file.name] != file.sha256:
                     raise UserError(f"{dst / file.name} does not have its checksum: copy it again, or pack again")
     print(f"{dst}: all {len(list(index.files))} files have their checksums")
 

@@ -92,8 +92,8 @@ def _existing(path: Path) -> np.memmap | None:
 
 def has_records(directory: Path) -> bool:
     """Return whether a directory has a record of a packed image."""
-    found = (_existing(path) for path in directory.glob(".*-records.npy"))
-    return any(records is not None and records["state"].any() for records in found)
+    arrays = (_existing(path) for path in directory.glob(".*-records.npy"))
+    return any(records is not None and records["state"].any() for records in arrays)
 
 
 def pack_splits(splits: Sequence[SplitWriter], pool: ProcessPoolExecutor, workers: int) -> None:

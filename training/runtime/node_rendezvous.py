@@ -72,8 +72,8 @@ class _Members:
             if node == 0:
                 self._master = report["master"]
             return {
-                "arrived": sum(each >= generation for each in self._generations),
-                "waiting": sum(each > generation for each in self._generations),
+                "arrived": sum(reached >= generation for reached in self._generations),
+                "waiting": sum(reached > generation for reached in self._generations),
                 "ended": len(self._ended),
                 "master": self._master,
             }

@@ -84,8 +84,8 @@ class ProcessGroup(RankGroup):
         All ranks must iterate to the end. A tensor keeps up to 64 MB of others in memory: to keep a tensor, copy it.
         """
         is_source = self.rank == source
-        found = {name: (str(value.dtype), list(value.shape)) for name, value in tensors.items()}
-        text = self.broadcast_bytes(json.dumps(found).encode() if is_source else None, source)
+        described = {name: (str(value.dtype), list(value.shape)) for name, value in tensors.items()}
+        text = self.broadcast_bytes(json.dumps(described).encode() if is_source else None, source)
         shapes = {name: (dtype_named(kind), tuple(shape)) for name, (kind, shape) in json.loads(text).items()}
         yield from self.broadcast_each(shapes, tensors.__getitem__, source)
 

@@ -280,12 +280,6 @@ def test_the_head_is_what_holds_the_last_layer(name: str, head: str, last: str) 
     assert (head_names(model), last_layer_names(model)) == ({head}, (last,))
 
 
-def test_a_head_may_have_one_more_layer(start: Starter) -> None:
-    found = final(start.complete(*FLAGS, "--head-hidden=5").run_dir)
-    assert found["fc.0.weight"].shape == (5, 64)
-    assert found["fc.2.weight"].shape == (3, 5)
-
-
 def test_a_head_that_is_a_convolution_gets_no_hidden_layer() -> None:
     with pytest.raises(UserError, match="--head-hidden is 5, but the last layer of this model is a Conv2d: use 0"):
         add_hidden_layer(nn.Sequential(nn.Conv2d(1, 1, 1)), 5)
@@ -312,11 +306,6 @@ def test_frozen_parameters_do_not_change_and_have_no_optimizer_state(start: Star
         "optimizer/state/0/momentum_buffer",
         "optimizer/state/1/momentum_buffer",
     }
-
-
-def test_freezing_needs_weights() -> None:
-    with pytest.raises(UserError, match="--freeze-backbone needs pretrained weights: give --weights"):
-        TrainConfig(data="x", freeze_backbone=True)
 
 
 # --- the small residual networks ---

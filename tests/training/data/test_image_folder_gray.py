@@ -52,10 +52,6 @@ def pgm(values: np.ndarray, white: int) -> bytes:
     return f"P5 {SIDE} {SIDE} {white}\n".encode() + values.astype(">u2").tobytes()
 
 
-def plain_pgm(values: np.ndarray) -> bytes:
-    return f"P2 {SIDE} {SIDE} 65535\n".encode() + " ".join(map(str, values.flatten())).encode()
-
-
 def png(values: np.ndarray) -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(values).save(buffer, "PNG")
@@ -77,21 +73,14 @@ def decoded(content: bytes) -> Tensor:
     [
         pytest.param(png(RAMP), id="png"),
         pytest.param(tiff(RAMP), id="tiff"),
-        pytest.param(tiff(RAMP.astype(">u2")), id="tiff big-endian"),
         pytest.param(tiff(RAMP, is_compressed=True), id="tiff compressed"),
-        pytest.param(tiff(RAMP.astype(">u2"), is_compressed=True), id="tiff big-endian compressed"),
         pytest.param(tiff(~RAMP, zero_is_white=True), id="tiff with white 0"),
         pytest.param(tiff(RAMP >> 4, bits=12), id="tiff of 12 bits"),
         pytest.param(tiff(RAMP.astype("<i4")), id="tiff of integers"),
-        pytest.param(tiff(RAMP.astype(">i4")), id="tiff of integers big-endian"),
-        pytest.param(tiff(RAMP.astype("<u4")), id="tiff of unsigned integers"),
         pytest.param(tiff((RAMP >> 8).astype("<i4")), id="tiff of small integers"),
         pytest.param(tiff((RAMP / 65535).astype("<f4")), id="tiff of fractions"),
-        pytest.param(tiff((RAMP / 65535).astype(">f4")), id="tiff of fractions big-endian"),
         pytest.param(pgm(RAMP, 65535), id="pgm"),
         pytest.param(pgm(RAMP >> 4, 4095), id="pgm of 12 bits"),
-        pytest.param(pgm(RAMP >> 6, 1023), id="pgm of 10 bits"),
-        pytest.param(plain_pgm(RAMP), id="plain pgm"),
         pytest.param(pfm(RAMP / 65535), id="pfm"),
     ],
 )
@@ -106,9 +95,6 @@ def test_a_gray_image_keeps_its_levels(content: bytes) -> None:
     [
         (tiff(RAMP.astype("<i4") * 30000), "0 to 1.96605e.09"),
         (tiff(RAMP.astype("<i4") - 5), "-5 to 65530"),
-        (tiff((RAMP >> 1).astype("<i2") - 1000), "-1000 to 31767"),
-        (tiff(RAMP.astype("<f4")), "0 to 65535"),
-        (tiff((RAMP / 30000 - 1).astype(">f4")), "-1 to 1.1845"),
         (tiff(np.where(RAMP == 0, np.nan, 0.5).astype("<f4")), "nan to nan"),
         (pfm(RAMP / 255), "0 to 257"),
     ],

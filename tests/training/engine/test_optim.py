@@ -17,7 +17,7 @@ from torchvision import models
 
 from hpc.base.errors import UserError
 from training.config.rules import parse_step_epochs
-from training.config.train_config import LrScaling, LrScheduler, Optimizer, TrainConfig, highest_learning_rate
+from training.config.train_config import LrScheduler, Optimizer, TrainConfig
 from training.engine.optim import (
     OPTIMIZERS,
     LrSchedule,
@@ -47,13 +47,6 @@ def rates_of_torch(make: Callable[[optim.Optimizer], lr_scheduler.LRScheduler], 
         optimizer.step()
         scheduler.step()
     return found
-
-
-def test_every_name_has_an_implementation() -> None:
-    assert OPTIMIZERS.keys() == set(get_args(Optimizer))
-    assert all(rates(lr_scheduler=name) for name in get_args(LrScheduler))
-    assert [highest_learning_rate(TrainConfig(data="x", lr_scaling=name)) for name in get_args(LrScaling)]
-    assert [highest_learning_rate(TrainConfig(data="x", optimizer=name)) for name in get_args(Optimizer)]
 
 
 @pytest.mark.parametrize(
@@ -93,14 +86,6 @@ def test_a_cycle_of_any_warm_up_stays_within_its_bounds(settings: dict[str, obje
     assert 0 < min(found) < 0.02
 
 
-def test_the_learning_rate_rises_and_then_falls_to_zero() -> None:
-    found = rates(warmup_epochs=2)
-    assert found[60] == pytest.approx(0.2)
-    assert found[:20] == sorted(found[:20])
-    assert found[20:] == sorted(found[20:], reverse=True)
-    assert found[99] < 0.001
-
-
 @pytest.mark.parametrize(
     ("batch_size", "none", "sqrt", "linear"), [(256, 1, 1, 1), (1024, 1, 2, 4), (64, 1, 0.5, 0.25)]
 )
@@ -125,12 +110,6 @@ def test_the_rate_is_scaled_by_the_global_batch(batch_size: int, none: float, sq
 )
 def test_the_default_rate_goes_with_the_batch_and_the_optimizer(settings: dict[str, object], wanted: float) -> None:
     assert rates(lr=None, lr_scheduler="constant", **settings)[0] == pytest.approx(wanted)
-
-
-def test_the_rate_that_was_chosen_is_printed_at_the_start_and_reached(start: Starter) -> None:
-    training = start.complete("--epochs=2", "--batch-size=8", "--log-every=1")
-    assert "sgd with lr 0.0187," in training.output()
-    assert max(line["lr"] for line in lines(training.run_dir / "metrics" / "train.jsonl")) == 0.15 / 8
 
 
 # --- plateau ---

@@ -6,8 +6,6 @@ import io
 import json
 import os
 import shutil
-import signal
-import subprocess
 from functools import partial
 from importlib.metadata import version
 from itertools import groupby
@@ -23,7 +21,6 @@ from support.trainings import Starter, events, lines, load, make_folder
 from torchrelay.checkpoint_files import STATE_TENSORS, STATE_VALUES, list_checkpoints
 
 from hpc.base.git import git_revision
-from hpc.base.text import csv_text
 from hpc.run.rundir import RunDir
 from training.config.train_config import TrainConfig
 from training.data.in_memory import read_idx_pair
@@ -37,7 +34,6 @@ from training.monitoring.run_logger import RunLogger
 from training.runtime.console import Console
 from training.runtime.process_group import ProcessGroup
 from training.runtime.train_progress import Progress
-from training.verify_resume.compare import compare_runs
 
 FLAGS = ("--epochs=3", "--batch-size=20", "--lr=0.05", "--log-every=4")
 
@@ -116,17 +112,6 @@ def test_classes_have_recall_precision_and_f1() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["=1+1", "@SUM(A1)", 'a,"b"', "two\nlines", "<script>"])
-def test_class_may_have_any_name(name: str) -> None:
-    """The name of an image directory, which may be any text."""
-    labels, predicted = images_of([[6, 2], [1, 3]])
-    text = classes_csv(labels, predicted, (name, "dog"))
-    rows = list(csv.DictReader(io.StringIO(text, newline="")))
-    found = [rows[0]["class"], rows[1]["most confused with"]]
-    assert [csv_text(each) for each in found] == [name, name]
-    assert not any(each.startswith(("=", "@")) for each in found), "no formula"
-
-
 # --- a model that learned nothing ---
 
 
@@ -179,21 +164,6 @@ def test_waiting_for_data_is_counted_once_the_clock_runs(group: ProcessGroup) ->
     assert data_wait_share() > 0
     loss_meter.restart()
     assert data_wait_share() == 0
-
-
-def test_revision_of_changed_code_is_dirty(tmp_path: Path) -> None:
-    def git(*arguments: str) -> str:
-        command = ["git", "-c", "user.name=Ann", "-c", "user.email=ann@example.org", *arguments]
-        return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
-
-    git("init", "-q")
-    (tmp_path / "notes").write_text("one")
-    git("add", "notes")
-    git("commit", "-qm", "one")
-    assert git_revision(tmp_path) == git("rev-parse", "HEAD")
-    (tmp_path / "notes").write_text("two")
-    assert git_revision(tmp_path) == f"{git('rev-parse', 'HEAD')}+dirty"
-    assert git_revision(Path("/")) is None
 
 
 # --- sample predictions ---
@@ -303,40 +273,6 @@ def test_the_best_model_is_tested_too(start: Starter, ema: str) -> None:
         [(loading, count), (test, _), _] = [(phase, len(list(beats))) for phase, beats in groupby(phases)][-3:]
         assert (loading, test) == ("end", "evaluate")
         assert count > len(weights), "there is one for every tensor of the best model"
-
-
-def evaluate_in_small_batches() -> None:
-    from training.evaluation import evaluator
-
-    unlearn_in_the_last_epoch()
-    evaluator._MAX_BATCH = 8  # noqa: SLF001
-
-
-def stop_in_the_test_of_the_best() -> None:
-    """In a rank: receive SIGTERM before it."""
-    from training.evaluation.evaluator import Evaluator
-
-    evaluate_in_small_batches()
-    test = Evaluator.evaluate_weights
-
-    def stopped(*arguments: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return test(*arguments)
-
-    Evaluator.evaluate_weights = stopped  # type: ignore[method-assign]
-
-
-@pytest.mark.slow
-def test_a_stop_in_the_test_of_the_best_model_changes_nothing(start: Starter) -> None:
-    whole = start(*SHAKY, run="whole", world_size=2, prepare=evaluate_in_small_batches)
-    assert whole.wait() == [0, 0], whole.output()
-    stopped = start(*SHAKY, world_size=2, prepare=stop_in_the_test_of_the_best)
-    assert stopped.wait() == [0, 0], stopped.output()
-    assert not (stopped.run_dir / "final").exists()
-    assert "test_accuracy" not in result_of(stopped.run_dir / "best")
-    cut = start(*SHAKY, world_size=2, prepare=evaluate_in_small_batches)
-    assert cut.wait() == [0, 0], cut.output()
-    assert not [part for part in compare_runs(RunDir(whole.run_dir), RunDir(cut.run_dir)) if part.difference]
 
 
 def test_if_the_last_model_is_the_best_its_test_counts_for_both(photographed: Path) -> None:

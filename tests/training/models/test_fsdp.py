@@ -109,15 +109,6 @@ def loaded_by_torch(checkpoint: Path) -> dict[str, Tensor]:
     return whole
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_torch_reads_a_checkpoint_without_torchrelay(start: Starter, strategy: str) -> None:
-    flags = ("--optimizer=adamw", "--lr=0.001", "--model=resnet20", "--amp=bf16", f"--strategy={strategy}")
-    run = start.complete(*FLAGS, *flags, world_size=2).run_dir
-    loaded = loaded_by_torch(newest(run))
-    assert same({name: loaded[f"model/{name}"] for name in final(run)}, final(run))
-    assert same(loaded, read_state(newest(run))[0])
-
-
 @pytest.fixture(scope="module")
 def uncut(idx_data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of a training that nothing interrupts."""
@@ -176,17 +167,6 @@ def test_a_rank_killed_in_the_middle_of_a_save_leaves_the_checkpoint_before(star
     again = start.complete(*FSDP, world_size=2)
     assert newest_before(again, 1) == "step-00000003"
     assert not list((cut.run_dir / "checkpoints").glob(".*"))
-
-
-def test_a_damaged_part_makes_a_checkpoint_useless_and_the_one_before_is_taken(start: Starter) -> None:
-    cut = start(*FSDP, "--checkpoint-every=3", "--fault=stop@8:0", world_size=2)
-    assert cut.wait() == [0, 0], cut.output()
-    damaged = newest(cut.run_dir)
-    part = damaged / "state-00001-of-00002.safetensors"
-    part.write_bytes(part.read_bytes()[:-1] + b"?")
-    again = start.complete(*FSDP, world_size=2)
-    assert f"warning: checkpoint {damaged} is not used: {part.name} is not as it was written" in again.output()
-    assert newest_before(again, 1) == "step-00000006"
 
 
 def no_room_on_rank_1() -> None:
@@ -292,17 +272,6 @@ def test_each_rank_goes_on_from_the_snapshot_of_its_part(start: Starter, node: N
     assert not list(node.snapshots.rglob("step-*"))
 
 
-@pytest.mark.usefixtures("cut")
-def test_snapshots_of_parts_serve_another_number_of_ranks(start: Starter, node: NodeDir) -> None:
-    whole = start.complete(*LONGER, run="whole", world_size=2)
-    step = min(step_of(list_checkpoints(path)[0]) for path in node.snapshots.iterdir())
-    again = start.complete(*LONGER, "--snapshot-every=1", f"--node-dir={node.path}", world_size=3)
-    started = events(again.run_dir, "train_started")[1]
-    assert (started["source"], started["step"]) == ("snapshot", step)
-    assert losses(again.run_dir) == pytest.approx(losses(whole.run_dir), rel=2e-5)
-    assert {path.name for path in node.snapshots.iterdir()} == {f"shard-0000{rank}-of-00003" for rank in range(3)}
-
-
 def test_snapshots_are_of_no_use_if_a_part_is_lost(start: Starter, cut: Training, node: NodeDir) -> None:
     shutil.rmtree(node.snapshots / "shard-00001-of-00002")
     assert save_newest_as_checkpoint(node, RunDir(cut.run_dir)) is None, "an agent takes a part for the whole"
@@ -383,32 +352,6 @@ def empty(node: Path) -> None:
     node.mkdir(mode=0o700)
 
 
-def test_a_lost_node_loses_no_snapshot(start: Starter, nodes: Path) -> None:
-    assert held(nodes) == {"0": {0, 2}, "1": {0, 1}, "2": {1, 2}}
-    whole = start.complete(*LONGER, run="whole", world_size=3)
-    empty(nodes / "1")
-    again = start.complete(*LONGER, "--snapshot-every=1", world_size=3, prepare=partial(own_node, nodes))
-    started = events(again.run_dir, "train_started")[1]
-    assert started["source"] == "snapshot"
-    assert started["step"] > 3
-    assert same(final(again.run_dir), final(whole.run_dir))
-    assert not list(nodes.rglob("step-*"))
-
-
-@pytest.mark.parametrize(("world_size", "per_node"), [(2, 1), slow(4, 2)])
-def test_the_nodes_that_are_left_go_on_with_their_copies(
-    start: Starter, nodes: Path, world_size: int, per_node: int
-) -> None:
-    whole = start.complete(*LONGER, run="whole", world_size=3)
-    shutil.rmtree(nodes / "0")
-    (nodes / "2").rename(nodes / "0")
-    resumed = start.complete(*LONGER, world_size=world_size, prepare=partial(own_node, nodes, per_node))
-    started = events(resumed.run_dir, "train_started")[1]
-    assert started["source"] == "snapshot"
-    assert started["step"] > 3
-    assert losses(resumed.run_dir) == pytest.approx(losses(whole.run_dir), rel=2e-5)
-
-
 def test_a_copy_replaces_a_damaged_shard(start: Starter, nodes: Path) -> None:
     whole = start.complete(*LONGER, run="whole", world_size=3)
     for path in list_checkpoints(nodes / "1" / "snapshots" / "shard-00001-of-00003"):
@@ -481,49 +424,6 @@ def test_a_node_that_cannot_receive_copies_does_not_hinder_the_others(
     assert held(tmp_path) == {"0": copies, "1": {1}}
     assert cut.output().count("warning: snapshots have no copies on other nodes (") == 1, cut.output()
     assert reason in cut.output()
-
-
-def ask_for_memory(nodes: Path) -> None:
-    """In a rank: write down for how much memory it asks."""
-    from torchrelay.saving import state_writer
-
-    own_node(nodes)
-    lacking_space = state_writer.lacking_space
-
-    def lacking(directory: Path, size_bytes: int) -> str:
-        with (nodes / f"asked-{os.environ['RANK']}.jsonl").open("a") as file:
-            file.write(f"{size_bytes}\n")
-        return lacking_space(directory, size_bytes)
-
-    state_writer.lacking_space = lacking
-
-
-def test_memory_that_a_rank_has_is_not_asked_for_again(start: Starter, tmp_path: Path) -> None:
-    killed_on_two_nodes(start, tmp_path, ask_for_memory)
-    asked = [int(line) for line in (tmp_path / "asked-0.jsonl").read_text().split()]
-    shard = asked[0] / 2
-    # Each node has two shards, its own and a copy, with two files for each, which are made one after the other.
-    assert [round(size / shard, 1) for size in asked] == [2, 4, 1, 2]
-
-
-@pytest.mark.slow
-def test_nodes_that_hold_a_whole_model_each_need_no_copies(start: Starter, tmp_path: Path) -> None:
-    for node in range(2):
-        (tmp_path / str(node)).mkdir(mode=0o700)
-    flags = (*LONGER, "--fsdp-sharding=hybrid", "--snapshot-every=1")
-    prepare = partial(own_node, tmp_path, 2)
-    whole = start.complete(*LONGER, "--fsdp-sharding=hybrid", run="whole", world_size=4, prepare=two_nodes)
-    cut = start(*flags, "--fault=step@40:1", world_size=4, prepare=prepare)
-    cut.ranks[1].join()
-    cut.kill()
-    assert held(tmp_path) == {"0": {0, 1}, "1": {0, 1}}
-    checkpoint = step_of(newest(cut.run_dir))
-    empty(tmp_path / "0")
-    again = start.complete(*flags, world_size=4, prepare=prepare)
-    started = events(again.run_dir, "train_started")[1]
-    assert started["source"] == "snapshot"
-    assert started["step"] > checkpoint
-    assert same(final(again.run_dir), final(whole.run_dir))
 
 
 # --- several nodes ---

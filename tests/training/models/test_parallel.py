@@ -5,14 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.trainings import Starter, lines, needs_compiler, trainer_with
+from support.trainings import needs_compiler, trainer_with
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 from torch._inductor.exc import GPUTooOldForTriton, TritonMissing
 from torch.nn.parallel import DistributedDataParallel
-from torchrelay.checkpoint_files import list_checkpoints
-from torchrelay.saving.restoring import read_state
 
 from training.config.train_config import TrainConfig
 from training.engine.trainer import Trainer
@@ -46,28 +44,6 @@ def test_images_of_one_channel_have_the_strides_of_channels_last(
     assert found.stride() == found.clone().to(memory_format=torch.channels_last).stride()
     assert found.stride()[1] == 1
     assert found.reshape(2, -1).argsort().equal(images.reshape(2, -1).float().argsort()), "the same images"
-
-
-def broadcast_in_each_step() -> None:
-    """In a rank, let rank 0 broadcast its batch statistics, as DDP does by default."""
-    from training.models import parallel
-
-    parallel.has_other_buffers = lambda _model: True
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_broadcast_of_batch_statistics_in_each_step_would_change_no_bit(start: Starter, strategy: str) -> None:
-    flags = ("--epochs=1", "--batch-size=54", "--lr=0.02", "--model=resnet20", f"--strategy={strategy}")
-    flags = (*flags, "--val-split=0.2")  # three steps
-    runs = [
-        start.complete(*flags, run=name, world_size=2, prepare=prepare).run_dir
-        for name, prepare in (("without", None), ("with", broadcast_in_each_step))
-    ]
-    [without, with_it] = [read_state(list_checkpoints(run / "checkpoints")[0])[0] for run in runs]
-    assert without.keys() == with_it.keys()
-    assert [name for name in without if not torch.equal(without[name], with_it[name])] == []
-    [one, other] = [lines(run / "metrics" / "eval.jsonl") for run in runs]
-    assert [line["loss"] for line in one] == [line["loss"] for line in other]
 
 
 def test_rank_0_broadcasts_buffers_in_each_step_only_if_the_forward_pass_may_read_them(
