@@ -57,8 +57,7 @@ def load_initial_weights(context: RunContext, state: TrainState, group: ProcessG
 def read_weights(path: Path) -> StateDicts:
     """Return the state dicts in a file. Pickled code is not run.
 
-    Raises:
-        UserError: the file cannot be read, or does not hold tensors by name.
+    Raises UserError if the file cannot be read, or does not hold tensors by name.
     """
     try:
         content: Any = load_file(path) if path.suffix == ".safetensors" else _load_tensors(path)
@@ -113,10 +112,7 @@ def select_weights(state_dicts: StateDicts, model: nn.Module, path: Path) -> tup
 
     Other programs save weights under various keys, with prefixes before the names. The tensors of the key and the
     prefix with which the most tensors fit are used. If several fit equally well, averaged weights (EMA) are used, as in
-    timm, or else the first ones.
-
-    Raises:
-        UserError: a layer outside the head has no fitting tensors.
+    timm, or else the first ones. Raises UserError if a layer outside the head has no fitting tensors.
     """
     own, heads = model.state_dict(), head_names(model)
     fits = {key: _prefixes(tensors, own) for key, tensors in state_dicts.items()}

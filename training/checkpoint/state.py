@@ -129,10 +129,12 @@ class _OptimizerState:
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        # The next step sets its own learning rate, but a state that is saved again before that step must be the
-        # restored one, bit by bit.
-        present, saved = self.optimizer.state_dict()["param_groups"], state_dict["param_groups"]
-        groups = [{**group, "lr": before["lr"]} for group, before in zip(present, saved, strict=True)]
+        # No step reads this learning rate: each sets its own. But a state that is saved again before the next step, or
+        # after the last one, must be the restored one, bit by bit.
+        present = self.optimizer.state_dict()["param_groups"]
+        groups = [
+            {**group, "lr": saved["lr"]} for group, saved in zip(present, state_dict["param_groups"], strict=True)
+        ]
         self.optimizer.load_state_dict({"state": state_dict["state"], "param_groups": groups})
 
 

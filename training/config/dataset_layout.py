@@ -87,9 +87,7 @@ def resolve_data(name: str) -> Path:
     """Return --data as an absolute path.
 
     The name `fashion-mnist` means Debian's copy, and `digits` scikit-learn's 1,797 handwritten digits of 8 x 8 pixels.
-
-    Raises:
-        UserError: --data is one of these names, but its package is not installed.
+    Raises UserError if --data is one of these names, but its package is not installed.
     """
     if name == DIGITS:
         return _digits_directory()
@@ -123,8 +121,7 @@ def _digits_directory() -> Path:
 def check_data(path: Path) -> DataLayout:
     """Return the layout of a data directory. The search stops at the first image, so it is quick for huge data.
 
-    Raises:
-        UserError: the directory does not exist, cannot be read, or has no known layout.
+    Raises UserError if the directory does not exist, cannot be read, or has no known layout.
     """
     try:
         if not path.exists():
@@ -211,7 +208,8 @@ def _cifar_layout(path: Path) -> DataLayout | None:
 
 def _folder_layout(path: Path) -> DataLayout:
     parts = {name: _part(path, names) for name, names in _PART_NAMES.items()}
-    train, classes = parts["train"] or path, class_names(parts["train"] or path)
+    train = parts["train"] or path
+    classes = class_names(parts["train"] or path)
     if parts["train"] is None and len(classes) == 1:
         around = path / classes[0]  # as in many archives
         if _is_root(around) or _part(around, _PART_NAMES["train"]):
@@ -229,9 +227,7 @@ def _part(path: Path, names: tuple[str, ...]) -> Path | None:
     """Return the directory that has one of `names` and is a part of the data, or None if there is none.
 
     A directory that itself holds images, beside others with images, is a class: `train` in a data set of vehicles.
-
-    Raises:
-        UserError: several directories have such names.
+    Raises UserError if several directories have such names.
     """
     named = [path / name for name in class_names(path) if name.lower() in names]
     parts = [
@@ -275,8 +271,7 @@ def known_classes(layout: DataLayout, root: Path) -> set[str]:
 def check_classes(layout: DataLayout) -> list[str]:
     """Return a warning for each part of an image folder without images of a class, and for images that are not used.
 
-    Raises:
-        UserError: a part of an image folder has a class that the training set lacks.
+    Raises UserError if a part of an image folder has a class that the training set lacks.
     """
     if layout.kind != "image-folder":
         return []  # `hpc pack` has warned of packed data; the ranks warn of all others

@@ -32,8 +32,7 @@ def files() -> tuple[Path, ...]:
 def read(known: Mapping[str, bool] | None = None) -> list[Defaults]:
     """Return the defaults in the existing files, the site's first. If `known` is given, they may set only its flags.
 
-    Raises:
-        UserError: a file cannot be read, or has an unknown flag or a recipe.
+    Raises UserError if a file cannot be read, or has an unknown flag or a recipe.
     """
     paths = [path for path in files() if os.path.lexists(path)]
     settings = [command_line.read_settings("defaults", path, known) for path in paths]

@@ -66,8 +66,7 @@ def check_model(name: str) -> None:
 def resolve_weights(model: str, weights: str) -> Path:
     """Return the file of `--weights`, which is a path, or a name of torchvision's weights for the model.
 
-    Raises:
-        UserError: the file does not exist or is damaged. The message says how to get it.
+    Raises UserError if the file does not exist or is damaged. The message says how to get it.
     """
     if "/" in weights or weights.endswith((".safetensors", ".pth", ".pt")):
         path = Path(weights).expanduser().absolute()

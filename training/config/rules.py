@@ -144,16 +144,8 @@ _CONFLICTS: tuple[tuple[Test, str], ...] = (
         "--loss bce cannot be combined with --class-weights: leave one out",
     ),
     (
-        lambda c: c.data_on_device == "on" and c.auto_augment != "none",
-        "--data-on-device on cannot be combined with --auto-augment, which runs on the CPU: leave one out",
-    ),
-    (
-        lambda c: c.data_on_device == "on" and c.color_jitter > 0,
-        "--data-on-device on cannot be combined with --color-jitter, which runs on the CPU: leave one out",
-    ),
-    (
-        lambda c: c.data_on_device == "on" and c.crop == "resized",
-        "--data-on-device on cannot be combined with --crop resized, which runs on the CPU: leave one out",
+        lambda c: c.data_on_device == "on" and (c.auto_augment != "none" or c.color_jitter > 0 or c.crop == "resized"),
+        "--data-on-device on cannot be combined with --auto-augment, --color-jitter or --crop resized: leave one out",
     ),
     (
         lambda c: c.compile and c.sync_bn,
@@ -191,16 +183,12 @@ _EFFECTS: tuple[tuple[str, Test, str], ...] = (
     ),
     ("nesterov", lambda c: c.optimizer == "sgd" and c.momentum > 0, "it applies to --optimizer sgd with --momentum"),
     ("min_lr", lambda c: c.lr_scheduler == "cosine", "it applies to --lr-scheduler cosine"),
-    ("layer_decay", lambda c: not c.freeze_backbone, "only the head is trained"),
     ("decay_norm_and_bias", lambda c: c.weight_decay > 0, "--weight-decay is 0"),
     ("crop_scale", lambda c: c.crop in {"auto", "resized"}, "it applies to --crop resized"),
     ("auto_augment_interpolation", lambda c: c.auto_augment != "none", "--auto-augment is none"),
     ("randaugment_magnitude", lambda c: c.auto_augment == "randaugment", "it applies to --auto-augment randaugment"),
-    ("repeated_augmentation", lambda c: not c.synthetic, "generated images are not augmented"),
-    ("eval_crop_pct", lambda c: not c.synthetic, "generated images are not evaluated"),
     ("fsdp_sharding", lambda c: c.strategy == "fsdp", "it applies to --strategy fsdp"),
     ("initial_image_size", lambda c: c.epochs > 1, "the only epoch has images of --image-size"),
-    ("eval_image_size", lambda c: not c.synthetic, "generated images are not evaluated"),
     ("sync_bn", lambda c: c.model != SMALL_CNN, f"{SMALL_CNN} has no batch normalization"),
 )
 

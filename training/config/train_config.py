@@ -272,8 +272,7 @@ def samples_per_group(config: TrainConfig) -> int:
 def check_world(config: TrainConfig, world_size: int, samples: int | None = None) -> None:
     """Check that every rank has images in every micro-batch of a step.
 
-    Raises:
-        UserError: a batch, or the training set (`samples`, None if not known), has too few images.
+    Raises UserError if a batch, or the training set (`samples`, None if not known), has too few images.
     """
     minimum = world_size * config.grad_accum_steps * samples_per_group(config)
     among = f"the {world_size} ranks that share it"

@@ -42,9 +42,7 @@ def load_data(config: TrainConfig, layout: DataLayout, folder_size: int, file_in
 
     Images of a folder and packed images are resized to `folder_size` pixels, or in evaluations to --eval-image-size if
     given. For an image folder, `file_index` comes from rank 0's `load_or_build_index`; if empty, it is built here.
-
-    Raises:
-        UserError: files are missing, damaged, or do not fit together.
+    Raises UserError if files are missing, damaged, or do not fit together.
     """
     as_dataset = partial(
         ImageDataset,
@@ -178,8 +176,7 @@ def _fingerprint(*sources: MemoryImages | ImageDataset | None) -> str:
 def move_to_device(config: TrainConfig, data: Data, device: torch.device) -> Data:
     """Move the images to the device for --data-on-device on, or for auto if they fit into 1/10 of a GPU's free memory.
 
-    Raises:
-        UserError: --data-on-device is on, but the images cannot be on the device.
+    Raises UserError if --data-on-device is on, but the images cannot be on the device.
     """
     wanted = config.data_on_device
     if wanted == "off" or (wanted == "auto" and device.type == "cpu"):

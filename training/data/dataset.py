@@ -74,7 +74,8 @@ class SyntheticImages:
 
     def __getitem__(self, request: BatchRequest) -> Batch:
         """Return the first images of the pool, for any indices."""
-        indices, pool = torch.tensor(request.indices, dtype=torch.int64) % len(self), self.images
+        indices = torch.tensor(request.indices, dtype=torch.int64) % len(self)
+        pool = self.images
         count = len(indices)
         images = pool[:count] if count <= len(pool) else pool[torch.arange(count) % len(pool)]
         return Batch(images, self.labels[indices], indices, _NO_INDICES)
@@ -113,7 +114,8 @@ class ImageDataset:
         # Use interleaved channels, the fastest memory format for decoders and models.
         side = self._side(request.epoch)
         images = torch.empty(len(request.indices), side, side, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
-        shown, corrupt = [], set[int]()
+        shown = []
+        corrupt = set[int]()
         for place, sample in enumerate(request.indices):
             readable, images[place] = self._next_readable(request.epoch, sample, corrupt)
             shown.append(readable)
@@ -144,7 +146,8 @@ class ImageDataset:
 
     def _next_readable(self, epoch: int | None, sample: int, corrupt: set[int]) -> tuple[int, Tensor]:
         """Return the first readable sample from `sample` on, and its crop. Adds the skipped indices to `corrupt`."""
-        most, index = min(len(self), _MAX_CORRUPT_IN_A_ROW), sample % len(self)
+        most = min(len(self), _MAX_CORRUPT_IN_A_ROW)
+        index = sample % len(self)
         for place in range(index, index + most):
             candidate = place % len(self)
             shown = candidate + sample - index  # of the same repetition

@@ -54,10 +54,8 @@ class FileIndex:
 def load_or_build_index(layout: DataLayout, cache: Path, now_ns: int) -> bytes:
     """Return the serialized index, from the file `cache` if no directory has changed.
 
-    Otherwise the index is built, and the file replaced. `now_ns` is the time in nanoseconds since 1970.
-
-    Raises:
-        UserError: a directory cannot be read, or val/ or test/ has a class that the training set lacks.
+    Otherwise the index is built, and the file replaced. `now_ns` is the time in nanoseconds since 1970. Raises
+    UserError if a directory cannot be read, or val/ or test/ has a class that the training set lacks.
     """
     # NumPy may raise any error for a damaged file. The index is then built again.
     with suppress(Exception):

@@ -37,8 +37,7 @@ _WHITE = 65535
 def with_image(content: bytes, use: Callable[[Image.Image], _Result]) -> _Result | None:
     """Open an image, pass it to `use` before it is decoded, and return the result; None if the image is not whole.
 
-    Raises:
-        UserError: the image's gray levels are unknown.
+    Raises UserError if the image's gray levels are unknown.
     """
     try:
         with Image.open(io.BytesIO(content)) as file:
@@ -142,8 +141,8 @@ class FolderImages:
     def read(self, index: int, crop: Crop | CenterCrop) -> "Tensor | None":
         """Return the crop of an image (uint8 [3, *crop.size]), or None if the file holds no whole image.
 
-        Raises:
-            UserError: this node cannot read the file, although the image may be whole, or its gray levels are unknown.
+        Raises UserError if this node cannot read the file, although the image may be whole, or its gray levels are
+        unknown.
         """
         path = self.path(index)
         try:

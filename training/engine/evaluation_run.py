@@ -37,8 +37,8 @@ class EvaluationRun:
     def __init__(self, context: RunContext, group: ProcessGroup, task: EvaluationTask) -> None:
         """Open the model and the data.
 
-        Raises:
-            SharedError: on every rank, if a rank cannot read the model or the data, or the data does not fit the model.
+        Raises SharedError on every rank, if a rank cannot read the model or the data, or the data does not fit the
+        model.
         """
         self._context, self._group, self._task = context, group, task
         console = Console(enabled=group.is_rank_zero)
@@ -143,8 +143,7 @@ def open_data(context: RunContext, group: ProcessGroup, task: EvaluationTask, ca
 def fitting(source: ImageDataset | MemoryImages, data: Data, model: EvaluatedModel) -> ImageDataset | MemoryImages:
     """Return the source with the model's class numbers as labels and, if images are read from files, the model's crop.
 
-    Raises:
-        UserError: the model does not take images of this size or these channels, or does not know a class.
+    Raises UserError if the model does not take images of this size or these channels, or does not know a class.
     """
     card = model.card
     channels, height, width = shape = (data.channels, *data.shape)
@@ -166,9 +165,7 @@ def labels_of_model(labels: Tensor, classes: tuple[str, ...], model_classes: tup
     """Translate labels (int64 [n]) of `classes` into labels of `model_classes`, by the names of classes.
 
     IDX files name their classes by numbers. Such labels stay unchanged if data and model have equally many classes.
-
-    Raises:
-        UserError: the model does not know a class.
+    Raises UserError if the model does not know a class.
     """
     numbers = tuple(map(str, range(len(model_classes))))
     if len(classes) == len(model_classes) and numbers in {classes, model_classes}:

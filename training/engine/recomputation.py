@@ -51,8 +51,7 @@ class Recomputation:
     def passed(self, step: int) -> None:
         """Judge the rank that was the first, if the loss is finite up to `step`.
 
-        Raises:
-            BadNodeError: this rank has computed the step wrongly at the first time.
+        Raises BadNodeError if this rank has computed the step wrongly at the first time.
         """
         suspect = self._suspect
         if suspect is None or step < suspect["step"]:

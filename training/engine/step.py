@@ -37,8 +37,14 @@ class Stepper:
         preprocess: Preprocess,
         loss: Loss,
     ) -> None:
-        self.config, self.schedule, self.group, self.state = context.config, schedule, group, state
-        self.preprocess, self.loss, self.fault, self.heartbeat = preprocess, loss, context.fault, context.heartbeat
+        self.config = context.config
+        self.schedule = schedule
+        self.group = group
+        self.state = state
+        self.preprocess = preprocess
+        self.loss = loss
+        self.fault = context.fault
+        self.heartbeat = context.heartbeat
         self.size = preprocess.size
         self.lr_schedule = LrSchedule(context.config, schedule.steps_per_epoch)
         self.wrapped = wrap_for_training(state.model, self.config, group)
@@ -50,9 +56,7 @@ class Stepper:
 
         After its first backward pass, DDP rebuilds its buckets, and then sums in another order if there are three or
         more ranks. These passes are no steps, so all steps of a resumed run sum in the order of an uninterrupted one.
-
-        Raises:
-            SharedError: the model needs more images per rank, cannot be compiled, or lacks a deterministic kernel.
+        Raises SharedError if the model needs more images per rank, cannot be compiled, or lacks a deterministic kernel.
         """
         model = self.state.model
         set_train_mode(model)
@@ -81,7 +85,8 @@ class Stepper:
                 raise SharedError(f"--compile does not work here: {reason}") from error
             if not (operation := operation_without_kernel(str(error))):
                 raise
-            mode, other = self.config.deterministic, "warn" if self.config.deterministic == "error" else "off"
+            mode = self.config.deterministic
+            other = "warn" if self.config.deterministic == "error" else "off"
             raise SharedError(
                 f"--deterministic {mode} does not work with {self.config.model} here: {operation} has no deterministic "
                 f"kernel: use --deterministic {other}"

@@ -61,7 +61,8 @@ class Trainer:
     ) -> None:
         config = context.config
         self.config, self.context, self.group, self.data, self.workers = config, context, group, data, workers
-        self.heartbeat, self.console = context.heartbeat, Console(enabled=group.is_rank_zero)
+        self.heartbeat = context.heartbeat
+        self.console = Console(enabled=group.is_rank_zero)
         model = place_model(model, config, group)
         with group.raise_on_all_ranks():
             self.logger = RunLogger(context.run_dir, context.attempt, self.console, writes=group.is_rank_zero)
@@ -158,7 +159,8 @@ class Trainer:
             self.recomputation.begin(self.state.progress.step)
         self.early_stopping.start_clock()
         restore_seconds = time.monotonic() - began
-        progress, started = self.state.progress, self.context.started
+        progress = self.state.progress
+        started = self.context.started
         self.logger.resume(progress)
         event = TrainStarted(
             step=progress.step,
@@ -242,10 +244,10 @@ class Trainer:
     def agree(self) -> StepFlags:
         """Exchange flags with the other ranks, and return the flags agreed on at the previous exchange.
 
-        Raises:
-            StopRequested: a rank received a signal.
+        Raises StopRequested if a rank received a signal.
         """
-        is_rank_zero, steps_left = self.group.is_rank_zero, self.schedule.total_steps - self.state.progress.step
+        is_rank_zero = self.group.is_rank_zero
+        steps_left = self.schedule.total_steps - self.state.progress.step
         snapshot_due = is_rank_zero and self.saver.snapshot_is_due(self.stop_consensus.interval)
         agreed = self.stop_consensus.exchange(
             StepFlags(
@@ -274,8 +276,7 @@ class Trainer:
     def check_loss(self, *, now: bool = False) -> None:
         """Check the loss of the last logged step. If `now`, wait for the device, and check the loss of this step, too.
 
-        Raises:
-            DivergedError: the loss is not finite.
+        Raises DivergedError if the loss is not finite.
         """
         if totals := self.totals:
             self.totals = None
@@ -307,13 +308,15 @@ class Trainer:
         self.saver.finish()
         self.logger.wait_for_metrics()
         self.logger.wait()
-        step, seconds = self.state.progress.step, round(time.monotonic() - requested_at, 3)
+        step = self.state.progress.step
+        seconds = round(time.monotonic() - requested_at, 3)
         self.logger.event(TrainStopped(step=step, signal=request.name, seconds=seconds))
         self.console.print(f"stopped by {request.name} after step {step}")
 
     def log_if_due(self) -> None:
         """Log the mean metrics since the last line, every --log-every steps and at the end of an epoch."""
-        step, meter = self.state.progress.step, self.loss_meter
+        step = self.state.progress.step
+        meter = self.loss_meter
         if step % self.config.log_every and self.state.progress.samples_seen:
             return
         speed = meter.images_per_second()

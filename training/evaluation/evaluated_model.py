@@ -53,8 +53,7 @@ class ExportedClassifier(nn.Module):
 def load_model(directory: Path, config: TrainConfig, group: ProcessGroup) -> EvaluatedModel:
     """Load the model in the directory that `hpc evaluate` has filled. All ranks must call this.
 
-    Raises:
-        SharedError: on all ranks, if a file is damaged, or a rank's node lacks a package.
+    Raises SharedError on all ranks, if a file is damaged, or a rank's node lacks a package.
     """
     with group.raise_on_all_ranks():
         for kind in FORMATS.values():

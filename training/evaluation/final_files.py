@@ -71,10 +71,8 @@ def _csv(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 def samples_json(source: ImageSource, test: Evaluation, classes: Sequence[str]) -> str:
     """Return, as JSON, images spread evenly over the test set (`even`), and the most confident errors (`mistake`).
 
-    The choice depends on the model alone, not on the number of ranks.
-
-    Raises:
-        UserError: this node cannot read the images.
+    The choice depends on the model alone, not on the number of ranks. Raises UserError if this node cannot read the
+    images.
     """
     readable = sorted(set(range(len(source.labels))) - set(test.corrupt))
     count = min(_SAMPLES, len(readable))

@@ -165,8 +165,7 @@ def evaluate_and_log(
 ) -> Evaluation:
     """Evaluate a model, and log and print the result for `split`. `model_after` is the model's step and epoch.
 
-    Raises:
-        SharedError: more images are corrupt than --max-corrupt-images allows.
+    Raises SharedError if more images are corrupt than --max-corrupt-images allows.
     """
     began, console, (step, epoch) = time.monotonic(), logger.console, model_after
     result = evaluator.evaluate(source, before_batch)

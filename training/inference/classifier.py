@@ -61,8 +61,7 @@ def find_model(name: str) -> Path:
 def load_classifier(directory: Path) -> Classifier:
     """Load the model in a directory with `model.json` and `model.safetensors`, in evaluation mode on the CPU.
 
-    Raises:
-        UserError: the files are damaged, or do not belong together.
+    Raises UserError if the files are damaged, or do not belong together.
     """
     path = directory / MODEL_WEIGHTS
     try:

@@ -63,7 +63,8 @@ def export(options: ExportOptions) -> str:
         UserError: an option cannot work.
         TorchrelayError: the exporter fails, the exported model's results differ, or the file cannot be written.
     """
-    kind, output = FORMATS.get(options.format), options.output.expanduser()
+    kind = FORMATS.get(options.format)
+    output = options.output.expanduser()
     if kind is None:
         raise UserError(f"--format is {options.format!r}: use one of {', '.join(FORMATS)}")
     require_packages(kind)
@@ -99,8 +100,7 @@ def export(options: ExportOptions) -> str:
 def comparison_images(card: ModelCard, typed: str | None) -> tuple[str, Tensor]:
     """Return name and up to 64 images (uint8 [n, *card.image_shape]) of the model's test, validation or training set.
 
-    Raises:
-        UserError: the data set is missing, or is not the model's.
+    Raises UserError if the data set is missing, or is not the model's.
     """
     name = typed or card.made_from["data"]["path"]
     if not name:

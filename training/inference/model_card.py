@@ -56,7 +56,8 @@ class ModelCard:
     def preprocessing(self) -> list[str]:
         """The steps to prepare an image, for people who implement them elsewhere."""
         channels, height, width = self.image_shape
-        side, shorter = self.size, CenterCrop(size=(height, width), crop_pct=self.crop_pct).shorter_side
+        side = self.size
+        shorter = CenterCrop(size=(height, width), crop_pct=self.crop_pct).shorter_side
         scaled = (
             [f"scale to {side} x {side} pixels ({self.interpolation}, antialiased)"]
             if (height, width) != (side, side)

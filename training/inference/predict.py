@@ -84,8 +84,7 @@ def main() -> int:
 def predict(options: PredictOptions) -> list[Prediction]:
     """Return the prediction for each image, in the order of `find_images`.
 
-    Raises:
-        UserError: an option cannot work, the model does not exist, or it takes neither gray nor color images.
+    Raises UserError if an option cannot work, the model does not exist, or it takes neither gray nor color images.
     """
     if options.json and options.csv:
         raise UserError("--json and --csv exclude each other: use one of them")
@@ -116,8 +115,7 @@ def predict(options: PredictOptions) -> list[Prediction]:
 def find_images(paths: Sequence[Path]) -> Iterator[Path]:
     """Yield the given files, and for each given directory the images in and below it, sorted by name.
 
-    Raises:
-        UserError: a directory has no images.
+    Raises UserError if a directory has no images.
     """
     for path in paths:
         if not path.is_dir():

@@ -54,8 +54,7 @@ def normalization(model: str) -> tuple[tuple[float, ...], tuple[float, ...]] | N
 def build_model(config: TrainConfig, *, classes: int, channels: int, size: int) -> nn.Module:
     """Return a model with random weights from the seed, and a frozen backbone if the flags ask for it.
 
-    Raises:
-        UserError: the model does not take images of this size, or a flag does not fit the model.
+    Raises UserError if the model does not take images of this size, or a flag does not fit the model.
     """
     torch.manual_seed(derive_key(config.seed, Purpose.WEIGHTS))
     try:

@@ -25,10 +25,8 @@ _MIN_WEIGHTS = 2**15
 def shard(model: nn.Module, config: TrainConfig, group: ProcessGroup) -> nn.Module:
     """Shard the model in place: this rank keeps its rows of every parameter, on its device.
 
-    Blocks are moved to the device and sharded one at a time, so the device never holds the whole model.
-
-    Raises:
-        SharedError: --fsdp-sharding is hybrid, and the nodes have different numbers of ranks.
+    Blocks are moved to the device and sharded one at a time, so the device never holds the whole model. Raises
+    SharedError if --fsdp-sharding is hybrid, and the nodes have different numbers of ranks.
     """
     # FSDP shards rows, and takes only contiguous tensors.
     model.to(memory_format=torch.contiguous_format)

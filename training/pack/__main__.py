@@ -108,8 +108,7 @@ def _npy(array: np.ndarray) -> bytes:
 def list_images(src: Path, dst: Path, size: int) -> tuple[PackIndex, dict[str, np.ndarray]]:
     """Return the index without the files of pixels, and the arrays of labels and names by file name.
 
-    Raises:
-        UserError: SRC is not an image folder, a directory in it cannot be read, or DST is inside SRC.
+    Raises UserError if SRC is not an image folder, a directory in it cannot be read, or DST is inside SRC.
     """
     if not src.is_dir():
         raise UserError(f"SRC is {src}, which is not a directory: give the image folder")

@@ -99,8 +99,7 @@ def has_records(directory: Path) -> bool:
 def pack_splits(splits: Sequence[SplitWriter], pool: ProcessPoolExecutor, workers: int) -> None:
     """Pack all images that have no record, or whose files have changed since their record.
 
-    Raises:
-        OSError: an image cannot be read, or the disk is full.
+    Raises OSError if an image cannot be read, or the disk is full.
     """
     total, before = sum(len(split.names) for split in splits), sum(split.done for split in splits)
     if before:

@@ -27,8 +27,7 @@ _FIRST_BYTES = 2**30
 def wait_while_busy(use: Callable[[], T]) -> T:
     """Call `use`, and return its result. After an error that may pass, call it again for up to a minute.
 
-    Raises:
-        BadNodeError: the error has not passed after a minute, for example because another process holds the GPU.
+    Raises BadNodeError if the error has not passed after a minute, for example because another process holds the GPU.
     """
     deadline = time.monotonic() + _LIMIT_SECONDS
     warned = False

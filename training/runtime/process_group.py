@@ -97,8 +97,7 @@ class ProcessGroup(RankGroup):
     def raise_on_all_ranks(self) -> Iterator[None]:
         """Make all ranks raise if the `with` block raises UserError on any rank. All ranks must enter the block.
 
-        Raises:
-            SharedError: with the message of the first rank that failed.
+        Raises SharedError with the message of the first rank that failed.
         """
         problem = None
         try:
@@ -150,7 +149,8 @@ def connect(rank_info: RankInfo, *, watched: bool = False) -> ProcessGroup:
 
 def _wait_for_store(address: str, port: int) -> None:
     """Wait until rank 0 listens, with pauses shorter than the 0.4 s and more of torch's client (seen in torch 2.15)."""
-    deadline, pause = time.monotonic() + _TIMEOUT.total_seconds(), _FIRST_PAUSE_SECONDS
+    deadline = time.monotonic() + _TIMEOUT.total_seconds()
+    pause = _FIRST_PAUSE_SECONDS
     while time.monotonic() < deadline:
         try:
             socket.create_connection((address, port), timeout=5.0).close()

@@ -64,7 +64,8 @@ class HostValues:
     """Copies a tensor, float [n], from the device to the host in the background."""
 
     def __init__(self, values: Tensor) -> None:
-        self._values, self._copied = values, None
+        self._values = values
+        self._copied = None
         if values.is_cuda:
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._values.copy_(values, non_blocking=True)

@@ -153,8 +153,7 @@ def draw_faults(
 def run_attempt(config: TrainConfig, run: RunDir, attempt: int, size: int, fault: Fault) -> bool:
     """Train until the end or the fault, and return whether the training has ended.
 
-    Raises:
-        TorchrelayError: the training failed in another way.
+    Raises TorchrelayError if the training failed in another way.
     """
     run.attempt_logs(attempt).mkdir(parents=True)
     log = run.attempt_logs(attempt) / "ranks.log"

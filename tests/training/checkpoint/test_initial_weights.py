@@ -2,7 +2,6 @@
 
 import argparse
 import hashlib
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.trainings import Starter, final, make_idx
+from support.trainings import Starter, final
 from torch import Tensor, nn
 from torchrelay.checkpoint_files import list_checkpoints
 
@@ -319,10 +318,3 @@ def test_a_small_residual_network_has_the_layers_and_weights_of_the_paper(depth:
     assert len(layers) == depth
     assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6, 2) == weights
     assert model.eval()(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
-
-
-def test_small_residual_networks_do_not_resize_images_in_memory(start: Starter, tmp_path: Path) -> None:
-    start.data = make_idx(tmp_path / "odd", size=15)
-    run = start.complete("--model=resnet20", "--epochs=1", "--batch-size=40").run_dir
-    model_input = json.loads((run / "final" / "result.json").read_text())["input"]
-    assert (model_input["channels"], model_input["size"]) == (1, 15)

@@ -69,7 +69,7 @@ def test_a_value_that_cannot_work_is_refused_with_its_flag_and_what_to_use(
     [
         ({"head_hidden": 8, "model": "squeezenet1_1"}, "--head-hidden cannot be combined with SqueezeNets"),
         ({"freeze_backbone": True}, "--freeze-backbone needs pretrained weights: give --weights"),
-        ({"data_on_device": "on", "color_jitter": 0.4}, "--data-on-device on cannot be combined with --color-jitter"),
+        ({"data_on_device": "on", "color_jitter": 0.4}, "--data-on-device on cannot be combined with --auto-augment, "),
         ({"loss": "bce", "class_weights": "balanced"}, "--loss bce cannot be combined with --class-weights"),
         ({"compile": True, "sync_bn": True}, "--compile cannot be combined with --sync-bn"),
     ],

@@ -279,8 +279,6 @@ def test_no_embedding_decays() -> None:
             },
         ),
         ("resnet18", 10, {"conv1.weight": 9, "bn1.bias": 9, "layer1.0.conv1.weight": 8, "layer4.1.bn2.bias": 1}),
-        ("convnext_tiny", 23, {"features.0.0.weight": 22, "features.1.0.layer_scale": 21, "features.2.1.weight": 18}),
-        ("swin_t", 17, {"features.0.0.weight": 16, "features.2.reduction.weight": 13, "norm.bias": 1}),
     ],
 )
 def test_the_rate_of_a_layer_decays_with_the_blocks_after_it(name: str, layers: int, powers: dict[str, int]) -> None:

@@ -119,10 +119,8 @@ def make_augmentation(
     """Return the augmentation that the flags ask for. What `auto` means depends on the kind of the data.
 
     `shape` is the [C, H, W] of the images; images of a folder are resized to it. `mean` is the mean of each channel,
-    from 0 to 1. Random erasing fills with it.
-
-    Raises:
-        UserError: the color jitter or the policy does not take images with this number of channels.
+    from 0 to 1. Random erasing fills with it. Raises UserError if the color jitter or the policy does not take images
+    with this number of channels.
     """
     if shape[0] not in {1, 3}:
         for name, value, nothing in (
