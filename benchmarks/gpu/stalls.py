@@ -47,7 +47,9 @@ CASES: tuple[tuple[Case, dict[str, Any]], ...] = (
     ),
     (Case(model="resnet18", image_size=32, batch_size=512), {}),
 )
-SMALL = ((Case(model="resnet20", image_size=32, batch_size=8, amp="none"), {}),)
+SMALL: tuple[tuple[Case, dict[str, Any]], ...] = (
+    (Case(model="resnet20", image_size=32, batch_size=8, amp="none"), {}),
+)
 
 
 def stalls_of(trainer: Trainer, seconds: float, rounds: int) -> Row:
