@@ -9,15 +9,15 @@ def _check_packages() -> None:
     """Exit with one line if Python is about to run a program of this package whose packages are not installed."""
     words = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]
     # The module may stand in one word with the flag, as in -umtraining.pack. In a fork, this finds no module.
-    found = re.fullmatch(rf"(?:-[a-zA-Z]*?m)?({__name__}(?:\..+)?)", words[-1])
-    if not found:
+    module = re.fullmatch(rf"(?:-[a-zA-Z]*?m)?({__name__}(?:\..+)?)", words[-1])
+    if not module:
         return
     from hpc.base.environment import CALLED  # noqa: PLC0415 - most imports of this package do not need it
     from hpc.base.errors import UserError, need_classifier, need_package  # noqa: PLC0415
 
-    command = os.environ.get(CALLED, f"python -m {found[1]}")
+    command = os.environ.get(CALLED, f"python -m {module[1]}")
     try:
-        if found[1].startswith(f"{__name__}.engine."):  # runs in the environment of a user's script, too
+        if module[1].startswith(f"{__name__}.engine."):  # runs in the environment of a user's script, too
             need_package("torch", "torch", command)
         else:
             need_classifier(command)

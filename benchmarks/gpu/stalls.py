@@ -45,9 +45,11 @@ CASES: tuple[tuple[Case, dict[str, Any]], ...] = (
         Case(model="vit_b_16", image_size=224, batch_size=128, optimizer="adamw"),
         {"ema_decay": 0.999, "clip_grad_norm": 1.0, "mixup": 0.2},
     ),
-    (Case(model="resnet18", image_size=32, batch_size=512), {"sync_bn": True}),
+    (Case(model="resnet18", image_size=32, batch_size=512), {}),
 )
-SMALL = ((Case(model="resnet20", image_size=32, batch_size=8, amp="none"), {"sync_bn": True}),)
+SMALL: tuple[tuple[Case, dict[str, Any]], ...] = (
+    (Case(model="resnet20", image_size=32, batch_size=8, amp="none"), {}),
+)
 
 
 def stalls_of(trainer: Trainer, seconds: float, rounds: int) -> Row:

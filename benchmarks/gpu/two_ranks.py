@@ -44,7 +44,7 @@ def training(data: str, *, small: bool) -> TrainConfig:
         )  # fmt: skip
     return TrainConfig(
         data=data, model="resnet20", batch_size=512, epochs=2, amp="bf16", ema_decay=0.99, clip_grad_norm=1.0,
-        mixup=0.2, random_erasing=0.5, snapshot_every="5", checkpoint_every="40", static_graph=True,
+        mixup=0.2, random_erasing=0.5, snapshot_every="5", checkpoint_every="40",
     )  # fmt: skip
 
 

@@ -123,8 +123,8 @@ class ProgramFlags(ABC):
         """Return lines that say what a submission runs if the user has not named it."""
         return []
 
-    def check_ranks(self, ranks: int) -> None:  # noqa: B027 - a script has nothing to check
-        """Raise UserError if the program cannot run as so many ranks."""
+    def check_ranks(self, ranks: int, *, has_gpus: bool) -> None:  # noqa: B027 - a script has nothing to check
+        """Raise UserError if the program cannot run as so many ranks, or only on GPUs that they do not have."""
 
     def warnings(self) -> list[str]:
         """Return warnings about flags and data that do not prevent a submission. Raises UserError as `resolve`."""

@@ -9,7 +9,7 @@ from hpc.base.errors import UserError
 from hpc.base.files import refresh_nfs_cache
 
 # Files in `final/`.
-CONFUSION, SAMPLES, CLASSES, HISTORY = "confusion.csv", "samples.json", "classes.csv", "history.csv"
+CONFUSION, SAMPLES, CLASSES = "confusion.csv", "samples.json", "classes.csv"
 # Files in `final/` and `best/`.
 MODEL_WEIGHTS, MODEL_CARD = "model.safetensors", "model.json"
 LIBRARY = "training/relay"

@@ -46,7 +46,6 @@ def plan(options: SubmitOptions) -> tuple[RunDir, RunSpec]:
             checks.check_is_shared(flag, path)
     else:
         resources = checks.local_resources(options.resources)
-    options.program.check_ranks(resources.max_nodes * resources.ranks_per_node)
     checks.check_runs_dir(options.runs_dir, on_cluster=cluster == "slurm")
     for flag, value in (("--container", options.container), ("--python", options.python)):
         user_environment.check_use(flag, value, trains=not is_script, stages=options.stage_env)
@@ -57,6 +56,9 @@ def plan(options: SubmitOptions) -> tuple[RunDir, RunSpec]:
     # The torch of the user's own environment is unknown until the ranks run.
     build = None if python or image else user_environment.torch_build(None)
     device = resolve_device(options.device, resources.num_gpus, cluster, build)
+    # With --device auto, GPUs that were requested but cannot exist (a testbed, no driver) leave the ranks on CPUs.
+    has_gpus = device == "cuda" or (device == "auto" and not resources.num_gpus)
+    options.program.check_ranks(resources.max_nodes * resources.ranks_per_node, has_gpus=has_gpus)
     runs_dir = options.runs_dir.expanduser().resolve()
     name = options.name or _free_name(runs_dir, resolved.name)
     run = RunDir(runs_dir / name)

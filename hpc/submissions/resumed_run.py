@@ -205,7 +205,7 @@ def _adjusted(run: RunDir, before: RunSpec, options: ResumeOptions, history: His
         resources = checks.local_resources(after.resources)
     after = dataclasses.replace(after, resources=resources)
     checks.check_recovery(after)
-    adjusted.check_ranks(resources.max_nodes * resources.ranks_per_node)
+    adjusted.check_ranks(resources.max_nodes * resources.ranks_per_node, has_gpus=after.device != "cpu")
     return after
 
 

@@ -9,12 +9,9 @@ from typing import Any
 import pytest
 import torch
 from support.cluster import checked_json
-from support.events import of_training, script_spec
 from support.trainings import Ask, Starter, lines
 
-from hpc.report.command import submit_command
 from training import profile
-from training.config.data_checks import training_data
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import BatchRequest
 from training.data.build import synthetic_data
@@ -42,15 +39,6 @@ def test_generated_images_are_of_the_models_size_and_as_many_as_asked_for() -> N
     again = synthetic_data(TrainConfig(synthetic=True, model="resnet50", batch_size=1500), 16)
     few = BatchRequest(indices=(1, 2), epoch=0)
     assert torch.equal(again.train[few].images, data.train[few].images)
-
-
-def test_a_submission_of_generated_images_stages_nothing() -> None:
-    train = TrainConfig(synthetic=True)
-    assert training_data(train) is None
-    spec = script_spec(cluster="local", **of_training(train))
-    command = submit_command(spec)
-    assert "--synthetic" in command
-    assert not [word for word in command if word.startswith("--data")]
 
 
 COSTS = Costs(step=10, loading=1, decode=None, augment=None, copy=None, compute=5, all_reduce=None)

@@ -57,8 +57,7 @@ def load_initial_weights(context: RunContext, state: TrainState, group: ProcessG
 def read_weights(path: Path) -> StateDicts:
     """Return the state dicts in a file. Pickled code is not run.
 
-    Raises:
-        UserError: the file cannot be read, or does not hold tensors by name.
+    Raises UserError if the file cannot be read, or does not hold tensors by name.
     """
     try:
         content: Any = load_file(path) if path.suffix == ".safetensors" else _load_tensors(path)
@@ -113,27 +112,26 @@ def select_weights(state_dicts: StateDicts, model: nn.Module, path: Path) -> tup
 
     Other programs save weights under various keys, with prefixes before the names. The tensors of the key and the
     prefix with which the most tensors fit are used. If several fit equally well, averaged weights (EMA) are used, as in
-    timm, or else the first ones.
-
-    Raises:
-        UserError: a layer outside the head has no fitting tensors.
+    timm, or else the first ones. Raises UserError if a layer outside the head has no fitting tensors.
     """
     own, heads = model.state_dict(), head_names(model)
     fits = {key: _prefixes(tensors, own) for key, tensors in state_dicts.items()}
     sources = {(key, prefix): count for key, counts in fits.items() for prefix, count in counts.items()}
     key, prefix = max(sources, key=lambda source: (sources[source], _is_average(source)))
-    found = {name.removeprefix(prefix): value for name, value in state_dicts[key].items() if name.startswith(prefix)}
-    fitting = {name: found[name] for name, value in own.items() if name in found and found[name].shape == value.shape}
+    present = {name.removeprefix(prefix): value for name, value in state_dicts[key].items() if name.startswith(prefix)}
+    fitting = {
+        name: present[name] for name, value in own.items() if name in present and present[name].shape == value.shape
+    }
     # Files from before torch 0.4.1 lack these counters, which only a BatchNorm without momentum uses.
     wanting = [name for name in own if name not in fitting and not name.endswith("num_batches_tracked")]
     layers = {_layer(name) for name in wanting}
     if wrong := [name for name in wanting if name.partition(".")[0] not in heads]:
         name, count = wrong[0], len({_layer(name) for name in wrong})
         missing = f"it has no weights of the right shape for {count} of the layers, such as {name}, "
-        if name in found:
-            missing += f"which has shape {list(found[name].shape)} instead of {list(own[name].shape)}"
+        if name in present:
+            missing += f"which has shape {list(present[name].shape)} instead of {list(own[name].shape)}"
         else:
-            missing += f"but others, such as {min(found)}"
+            missing += f"but others, such as {min(present)}"
         raise UserError(f"--weights is {path}, which does not fit this model: {missing}")
     # Load all tensors of a layer, or none.
     complete = {name: value for name, value in fitting.items() if _layer(name) not in layers}

@@ -73,17 +73,15 @@ class Saver:
     def save(self, *, durable: bool) -> float:
         """Start to save a checkpoint (`durable`) or snapshot, unless this step has one.
 
-        Returns the seconds of the copy; for a copy from a GPU, the seconds to start it; 0 if there was no copy.
-
-        Raises:
-            SharedError: more images are unreadable than --max-corrupt-images.
+        Returns the seconds of the copy; for a copy from a GPU, the seconds to start it; 0 if there was no copy. Raises
+        SharedError if more images are unreadable than --max-corrupt-images.
         """
         step = self._state.progress.step
         times = self.checkpoints if durable else self.snapshots
         if times.is_saved(step):
             return 0.0
-        for each in (times, self.snapshots):  # a checkpoint is a snapshot, too
-            each.record(step)
+        times.record(step)
+        self.snapshots.record(step)  # a checkpoint is a snapshot, too
         if durable:
             self._logger.wait()  # the state refers to the best model, which must be written first
         began = time.monotonic()

@@ -31,10 +31,8 @@ def save_newest_as_checkpoint(node: NodeDir, run: RunDir, check: Callable[[], No
 
     No older checkpoint is deleted. Call this when no rank writes any more. Several nodes' agents may call it at once.
     `check` raises if the checkpoint may not be published. Returns the step of the saved snapshot, or None if no
-    snapshot was saved. Shards (FSDP) are saved only if this node holds all of them.
-
-    Raises:
-        OSError: the snapshot cannot be read, or the checkpoint cannot be written. No part of it remains.
+    snapshot was saved. Shards (FSDP) are saved only if this node holds all of them. Raises OSError if the snapshot
+    cannot be read, or the checkpoint cannot be written. No part of it remains.
     """
     saved = list_checkpoints(run.checkpoints)
     newest = step_of(saved[0]) if saved else 0
@@ -66,8 +64,8 @@ def _whole_states(snapshots: Path) -> list[list[Shard]]:
         return shard.step, shard.attempt, shard.count
 
     shards = sorted(list_shards(snapshots), key=lambda shard: (state_of(shard), shard.index))
-    states = [list(found) for _, found in itertools.groupby(shards, state_of)]
-    return [found for found in states if len(found) == found[0].count]
+    states = [list(state) for _, state in itertools.groupby(shards, state_of)]
+    return [state for state in states if len(state) == state[0].count]
 
 
 def _read_all(shards: Iterable[Shard]) -> dict[str, bytes]:

@@ -72,11 +72,7 @@ class TrainState:
         return Objects(shared=self._parts)
 
     def check_compatible(self, values: Mapping[str, Any], checkpoint: str) -> None:
-        """Check that the values of a saved state belong to this run.
-
-        Raises:
-            UserError: the data or a flag that the state depends on has changed, or another version made the state.
-        """
+        """Raise UserError if a saved state was made with other data or flags, or by another version."""
         saved = values.get("identity", {})
         if missing := sorted((self._parts.keys() ^ values["objects"].keys()) | (self.identity.keys() - saved.keys())):
             raise UserError(
@@ -133,10 +129,12 @@ class _OptimizerState:
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        # The next step sets its own learning rate, but a state that is saved again before that step must be the
-        # restored one, bit by bit.
-        present, saved = self.optimizer.state_dict()["param_groups"], state_dict["param_groups"]
-        groups = [{**group, "lr": before["lr"]} for group, before in zip(present, saved, strict=True)]
+        # No step reads this learning rate: each sets its own. But a state that is saved again before the next step, or
+        # after the last one, must be the restored one, bit by bit.
+        present = self.optimizer.state_dict()["param_groups"]
+        groups = [
+            {**group, "lr": saved["lr"]} for group, saved in zip(present, state_dict["param_groups"], strict=True)
+        ]
         self.optimizer.load_state_dict({"state": state_dict["state"], "param_groups": groups})
 
 

@@ -64,7 +64,9 @@ class ListedDirectory:
 
 def list_images(root: Path, directory: str) -> Iterator[ListedDirectory]:
     """Yield a directory below `root`, and all directories below it, sorted by name."""
-    status, images, inside = (root / directory).stat(), [], []
+    status = (root / directory).stat()
+    images = []
+    inside = []
     with os.scandir(root / directory) as entries:
         for entry in entries:
             # To ask whether a link leads to a file would take a call for each of, perhaps, a million links.

@@ -23,7 +23,7 @@ from training.config.command_line import RecipeName, preset, train_words
 from training.config.dataset_layout import resolve_data, title_of
 from training.config.evaluation_task import EvaluationTask
 from training.config.model_names import OWN_MODELS, TIMM, check_model, resolve_weights
-from training.config.rules import without_effect
+from training.config.rules import check_device, without_effect
 from training.config.train_config import (
     Adjustable,
     RankOptions,
@@ -164,9 +164,10 @@ class ClassifierFlags(_OfSubmission, ProgramFlags):
         title = title_of(resolve_data(self.train.data)) if self.train.data else None
         return [f"training {self.train.model} on {title}; use --data PATH for your own images"] if title else []
 
-    def check_ranks(self, ranks: int) -> None:
-        """Raise UserError if the global batch is too small for so many ranks."""
+    def check_ranks(self, ranks: int, *, has_gpus: bool) -> None:
+        """Raise UserError if the global batch is too small for so many ranks, or a flag needs GPUs."""
         check_world(self.train, ranks)
+        check_device(self.train, has_gpus=has_gpus)
 
     def warnings(self) -> list[str]:
         """Return warnings about flags without effect, and about classes without images."""

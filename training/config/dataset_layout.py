@@ -12,7 +12,7 @@ from typing import Literal
 from hpc.base.errors import UserError, pip_install
 from hpc.base.text import few, file_name
 from training.config.class_directories import class_names, holds_image
-from training.config.packed_index import INDEX, check_files, read_index, used_labels
+from training.config.packed_index import INDEX, check_files, read_index
 
 FASHION_MNIST = "fashion-mnist"
 FASHION_MNIST_DIRECTORY = Path("/usr/share/datasets/fashion-mnist")  # Debian's package dataset-fashion-mnist
@@ -87,9 +87,7 @@ def resolve_data(name: str) -> Path:
     """Return --data as an absolute path.
 
     The name `fashion-mnist` means Debian's copy, and `digits` scikit-learn's 1,797 handwritten digits of 8 x 8 pixels.
-
-    Raises:
-        UserError: --data is one of these names, but its package is not installed.
+    Raises UserError if --data is one of these names, but its package is not installed.
     """
     if name == DIGITS:
         return _digits_directory()
@@ -123,8 +121,7 @@ def _digits_directory() -> Path:
 def check_data(path: Path) -> DataLayout:
     """Return the layout of a data directory. The search stops at the first image, so it is quick for huge data.
 
-    Raises:
-        UserError: the directory does not exist, cannot be read, or has no known layout.
+    Raises UserError if the directory does not exist, cannot be read, or has no known layout.
     """
     try:
         if not path.exists():
@@ -189,19 +186,19 @@ def _digits_layout(path: Path) -> DataLayout | None:
 def _cifar_layout(path: Path) -> DataLayout | None:
     """Recognize CIFAR's files in the directory, or in a subdirectory with the published name."""
     places = ((kind, place) for kind, files in CIFAR.items() for place in (path, path / files.directory))
-    found = [
+    published = [
         (kind, place)
         for kind, place in places
         if (place.name == CIFAR[kind].directory and place.is_dir())
         # Require several files: one file named `train` or `meta` does not make a CIFAR data set.
         or all((place / name).is_file() for name in (CIFAR[kind].train[0], CIFAR[kind].meta))
     ]
-    if not found:
+    if not published:
         return None
-    if len(found) > 1:
-        both = " and ".join(str(place) for _, place in found)
+    if len(published) > 1:
+        both = " and ".join(str(place) for _, place in published)
         raise UserError(f"--data is {path}, which has {both}: give one of them")
-    kind, place = found[0]
+    kind, place = published[0]
     files = CIFAR[kind]
     missing = [name for name in (*files.train, files.test, files.meta) if not (place / name).is_file()]
     if missing:
@@ -211,7 +208,8 @@ def _cifar_layout(path: Path) -> DataLayout | None:
 
 def _folder_layout(path: Path) -> DataLayout:
     parts = {name: _part(path, names) for name, names in _PART_NAMES.items()}
-    train, classes = parts["train"] or path, class_names(parts["train"] or path)
+    train = parts["train"] or path
+    classes = class_names(parts["train"] or path)
     if parts["train"] is None and len(classes) == 1:
         around = path / classes[0]  # as in many archives
         if _is_root(around) or _part(around, _PART_NAMES["train"]):
@@ -229,19 +227,17 @@ def _part(path: Path, names: tuple[str, ...]) -> Path | None:
     """Return the directory that has one of `names` and is a part of the data, or None if there is none.
 
     A directory that itself holds images, beside others with images, is a class: `train` in a data set of vehicles.
-
-    Raises:
-        UserError: several directories have such names.
+    Raises UserError if several directories have such names.
     """
     named = [path / name for name in class_names(path) if name.lower() in names]
-    found = [
+    parts = [
         directory
         for directory in named
         if _is_root(directory) and (not holds_image(str(directory)) or not _has_class_images(path))
     ]
-    if len(found) > 1:
-        raise UserError(f"--data is {path}, which has {' and '.join(map(str, found))}: keep only one of them")
-    return found[0] if found else None
+    if len(parts) > 1:
+        raise UserError(f"--data is {path}, which has {' and '.join(map(str, parts))}: keep only one of them")
+    return parts[0] if parts else None
 
 
 def _is_root(directory: Path) -> bool:
@@ -262,11 +258,7 @@ def image_roots(layout: DataLayout) -> dict[str, Path]:
 
 
 def known_classes(layout: DataLayout, root: Path) -> set[str]:
-    """Return the classes of a part of an image folder, which is in `root`.
-
-    Raises:
-        UserError: it has a class that the training set lacks.
-    """
+    """Return the classes of the part of an image folder in `root`. Raises UserError if `train` lacks one."""
     present = set(class_names(root))
     if unknown := sorted(present.difference(class_names(layout.train))):
         raise UserError(
@@ -277,33 +269,23 @@ def known_classes(layout: DataLayout, root: Path) -> set[str]:
 
 
 def check_classes(layout: DataLayout) -> list[str]:
-    """Return a warning for each part of the data that has no images of a class, and one for images that are not used.
+    """Return a warning for each part of an image folder without images of a class, and for images that are not used.
 
-    Looks for an image of each class. Classes without images of IDX and CIFAR files are unknown.
-
-    Raises:
-        UserError: a part of an image folder has a class that the training set lacks.
+    Raises UserError if a part of an image folder has a class that the training set lacks.
     """
-    lacking: dict[str, list[str]] = {}
-    unused = list[str]()
-    if layout.kind == "image-folder":
-        classes = class_names(layout.train)
-        for root in image_roots(layout).values():
-            present = known_classes(layout, root)
-            empty = set(classes) - {name for name in present if holds_image(str(root / name), below=True)}
-            lacking[str(root)] = sorted(empty)
-        if layout.train != layout.path:
-            beside = {layout.path / name for name in class_names(layout.path)} - set(image_roots(layout).values())
-            unused = [str(directory) for directory in sorted(beside) if holds_image(str(directory), below=True)]
-    elif layout.kind == "packed":
-        index = read_index(layout.path)
-        for part in index.parts:
-            used = used_labels(layout.path, part)
-            lacking[f"the {part.name} part of {layout.path}"] = [
-                name for label, name in enumerate(index.classes) if label not in used
-            ]
-    warnings = [f"the images in {file_name(directory)} are not used: {_NOT_USED}" for directory in unused]
-    return warnings + [no_images(where, names) for where, names in lacking.items() if names]
+    if layout.kind != "image-folder":
+        return []  # `hpc pack` has warned of packed data; the ranks warn of all others
+    warnings = list[str]()
+    if layout.train != layout.path:
+        beside = {layout.path / name for name in class_names(layout.path)} - set(image_roots(layout).values())
+        unused = [str(directory) for directory in sorted(beside) if holds_image(str(directory), below=True)]
+        warnings += [f"the images in {file_name(directory)} are not used: {_NOT_USED}" for directory in unused]
+    for root in image_roots(layout).values():
+        present = known_classes(layout, root)
+        used = {name for name in present if holds_image(str(root / name), below=True)}
+        if lacking := sorted(set(class_names(layout.train)) - used):
+            warnings.append(no_images(str(root), lacking))
+    return warnings
 
 
 def no_images(where: str, classes: Sequence[str]) -> str:

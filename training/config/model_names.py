@@ -48,30 +48,25 @@ def models_of(package: str) -> tuple[str, ...]:
 
 
 def check_model(name: str) -> None:
-    """Check that a model of this name exists.
-
-    Raises:
-        UserError: no model has the name (the message lists similar names), or timm is not installed.
-    """
+    """Raise UserError, which lists similar names, if there is no model of this name."""
     if name.startswith(TIMM):
         need_package("timm", "timm", f"--model {name}")
-        known = tuple(f"{TIMM}{model}" for model in models_of("timm"))
+        names = tuple(f"{TIMM}{model}" for model in models_of("timm"))
     else:
-        known = (*OWN_MODELS, *models_of("torchvision"))
+        names = (*OWN_MODELS, *models_of("torchvision"))
     # A timm model's name may have a suffix, `.` and the name of pretrained weights.
-    if (name.partition(".")[0] if name.startswith(TIMM) else name) in known:
+    if (name.partition(".")[0] if name.startswith(TIMM) else name) in names:
         return
-    if len(known) == len(OWN_MODELS):
+    if len(names) == len(OWN_MODELS):
         raise UserError(f"--model is {name!r}, but torchvision is not installed: type {pip_install('torchvision')}")
-    hint = did_you_mean(name, known, f"use {SMALL_CNN} or resnet50")
+    hint = did_you_mean(name, names, f"use {SMALL_CNN} or resnet50")
     raise UserError(f"--model is {name!r}, which is not known: {hint}")
 
 
 def resolve_weights(model: str, weights: str) -> Path:
     """Return the file of `--weights`, which is a path, or a name of torchvision's weights for the model.
 
-    Raises:
-        UserError: the file does not exist or is damaged. The message says how to get it.
+    Raises UserError if the file does not exist or is damaged. The message says how to get it.
     """
     if "/" in weights or weights.endswith((".safetensors", ".pth", ".pt")):
         path = Path(weights).expanduser().absolute()
@@ -85,10 +80,10 @@ def resolve_weights(model: str, weights: str) -> Path:
         raise UserError(f"--weights is {weights!r}: for {model} give a file, such as a model.safetensors of {place}")
     if model in OWN_MODELS:
         raise UserError(f"--weights is {weights!r}, but torchvision has none for {model}: give a file")
-    known = torchvision_weights(model)
-    url = known.get(weights.rpartition(".")[2])
+    urls = torchvision_weights(model)
+    url = urls.get(weights.rpartition(".")[2])
     if url is None:
-        raise UserError(f"--weights is {weights!r}, but {model} has {', '.join(known) or 'none'}: use that, or a file")
+        raise UserError(f"--weights is {weights!r}, but {model} has {', '.join(urls) or 'none'}: use that, or a file")
     path = cache_directory() / url.rpartition("/")[2]
     command = shlex.join(["curl", "--create-dirs", "-fLo", str(path), url])
     if not path.is_file():

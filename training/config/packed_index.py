@@ -79,11 +79,7 @@ def write_index(directory: Path, index: PackIndex) -> None:
 
 
 def read_index(directory: Path) -> PackIndex:
-    """Read the index of a packed data set.
-
-    Raises:
-        UserError: the index cannot be read, is damaged, was edited, or has another version.
-    """
+    """Read the index. Raises UserError if it is missing, damaged, was edited, or has another version."""
     path = directory / INDEX
     try:
         content = json.loads(path.read_bytes())
@@ -109,23 +105,13 @@ def _parse_index(content: dict[str, Any]) -> PackIndex:
     return PackIndex(classes=tuple(content.pop("classes")), parts=tuple(parts), **content)
 
 
-def used_labels(directory: Path, part: PackedPart) -> set[int]:
-    """Return the labels of a part's images. They are the end of their file, after NumPy's header."""
-    content = (directory / part.labels.name).read_bytes()
-    return set(memoryview(content[len(content) - 8 * part.images :]).cast("q"))
-
-
 def check_files(directory: Path, index: PackIndex) -> None:
-    """Check that all files exist and have the sizes in the index.
-
-    Raises:
-        UserError: names the first file that is missing or truncated.
-    """
+    """Raise UserError if a file is missing or does not have its size in the index."""
     for file in index.files:
         path = directory / file.name
         try:
-            found = path.stat().st_size
+            size_bytes = path.stat().st_size
         except FileNotFoundError as error:
             raise UserError(f"{path} is missing: {AGAIN}") from error
-        if found != file.bytes:
-            raise UserError(f"{path} has {found} bytes instead of {file.bytes}: {AGAIN}")
+        if size_bytes != file.bytes:
+            raise UserError(f"{path} has {size_bytes} bytes instead of {file.bytes}: {AGAIN}")

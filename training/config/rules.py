@@ -3,13 +3,13 @@
 Pure; runs on the login node and on every rank. `config` is a TrainConfig, typed Any since its module imports this one.
 """
 
-import dataclasses
 import math
 import re
 from collections.abc import Callable
 from fractions import Fraction
 from functools import cache
 from itertools import pairwise
+from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from hpc.base.errors import UserError
@@ -22,23 +22,21 @@ Test = Callable[[Any], bool]
 
 
 def check(config: Any) -> None:
-    """Refuse values and combinations that cannot work.
-
-    Raises:
-        UserError: names the flag, its value and what to use instead.
-    """
-    choices = _choices(config.__class__)
-    for name in (field.name for field in dataclasses.fields(config)):
-        value, (accepts, fix) = getattr(config, name), _VALUES.get(name, (None, ""))
-        if name in choices and value not in choices[name]:
-            raise UserError(f"{flag(name)} is {value!r}: use one of {', '.join(choices[name])}")
-        if accepts and not accepts(value):
-            raise UserError(f"{flag(name)} is {value!r}: {fix}")
+    """Raise UserError, which says what to use instead, if a value or a combination cannot work."""
+    for name, kind in _types(config.__class__).items():
+        value = getattr(config, name)
+        accepts, fix = _RANGES.get(name, (lambda _: True, ""))
+        if get_origin(kind) is Literal:
+            if value not in get_args(kind):
+                raise UserError(f"{flag(name)} is {value!r}: use one of {', '.join(get_args(kind))}")
+        elif not _has_type(value, kind) or not (value is None or accepts(value)):
+            wanted = fix or ("true or false" if kind is bool else f"a text, such as {str(value)!r}")
+            leave_out = ", or leave it out" if _has_type(None, kind) else ""
+            raise UserError(f"{flag(name)} is {value!r}: use {wanted}{leave_out}")
     for name in INTERVAL_WORDS:
         parse_interval(name, getattr(config, name))
     parse_step_epochs(config.lr_step_epochs)
-    for name in ("crop_scale", "crop_ratio"):
-        parse_range(name, getattr(config, name))
+    parse_crop_scale(config.crop_scale)
     parse_crop_pct(config.eval_crop_pct)
     for conflict, fix in _CONFLICTS:
         if conflict(config):
@@ -49,111 +47,73 @@ def check(config: Any) -> None:
 
 
 @cache
-def _choices(owner: Any) -> dict[str, tuple[str, ...]]:
-    """Return the allowed values of each field whose type is a Literal."""
-    return {name: get_args(kind) for name, kind in get_type_hints(owner).items() if get_origin(kind) is Literal}
+def _types(owner: Any) -> dict[str, Any]:
+    """Return the type of each field."""
+    return get_type_hints(owner)
 
 
-def _is_whole(value: Any, minimum: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _has_type(value: Any, kind: Any) -> bool:
+    """Return whether a value has a field's type. A whole number is a float, too; an infinite one is none."""
+    if isinstance(kind, UnionType):
+        return any(_has_type(value, part) for part in get_args(kind))
+    if isinstance(value, bool) or kind is bool:
+        return isinstance(value, bool) and kind is bool
+    return isinstance(value, int | float) and math.isfinite(value) if kind is float else isinstance(value, kind)
 
 
 _LARGEST_SEED = 2**63 - 1
 
-# For each field: a test that allowed values pass, and what to use if a value fails.
-_VALUES: dict[str, tuple[Test, str]] = {
-    "data": (lambda v: isinstance(v, str), f"give a directory, {NAMED_DATA}"),
-    "model": (
-        lambda v: isinstance(v, str) and v != "",
-        f"give {SMALL_CNN}, a torchvision model such as resnet50, or {TIMM}NAME",
+
+def _at_least(minimum: int, words: str = "") -> tuple[Test, str]:
+    return lambda value: value >= minimum, f"{minimum} or more{words}"
+
+
+_SHARE: tuple[Test, str] = (lambda value: 0 <= value < 1, "0 or more and less than 1")
+# For each field with limits: a test that values of its type pass within the limits, and what to use.
+_RANGES: dict[str, tuple[Test, str]] = {
+    **dict.fromkeys(("momentum", "label_smoothing", "ema_decay", "val_split"), _SHARE),
+    **dict.fromkeys(("epochs", "grad_accum_steps", "repeated_augmentation", "keep_checkpoints"), _at_least(1)),
+    **dict.fromkeys(("weight_decay", "min_lr", "max_hours", "clip_grad_norm", "mixup", "cutmix"), _at_least(0)),
+    **dict.fromkeys(
+        ("head_hidden", "max_corrupt_images", "warmup_epochs", "num_workers", "color_jitter"), _at_least(0)
     ),
-    "weights": (lambda v: v is None or (isinstance(v, str) and v != ""), "give a file or a name, or leave it out"),
-    "head_hidden": (lambda v: _is_whole(v, 0), "use 0 or more"),
-    "drop_path": (lambda v: v is None or (_is_number(v) and 0 <= v < 1), "use 0 or more and less than 1"),
-    "epochs": (lambda v: _is_whole(v, 1), "use 1 or more"),
-    "batch_size": (lambda v: _is_whole(v, 1), "use 1 or more (images of all ranks together)"),
-    "lr": (lambda v: v is None or (_is_number(v) and v > 0), "use a number above 0, or leave it out"),
-    "momentum": (lambda v: _is_number(v) and 0 <= v < 1, "use 0 or more and less than 1"),
-    "adam_beta2": (lambda v: _is_number(v) and 0 <= v < 1, "use 0 or more and less than 1"),
-    "weight_decay": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
-    "layer_decay": (lambda v: _is_number(v) and 0 < v <= 1, "use more than 0, and at most 1"),
-    "label_smoothing": (lambda v: _is_number(v) and 0 <= v < 1, "use 0 or more and less than 1"),
-    "min_lr": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
-    "lr_step_epochs": (lambda v: isinstance(v, str), "use a number such as '30', or epochs such as '150,225'"),
-    "lr_gamma": (lambda v: _is_number(v) and 0 < v < 1, "use more than 0 and less than 1"),
-    "plateau_patience": (lambda v: _is_whole(v, 0), "use 0 or more epochs"),
-    "early_stopping_patience": (lambda v: _is_whole(v, 0), "use 0 or more epochs"),
-    "max_hours": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
-    "clip_grad_norm": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
-    "grad_accum_steps": (lambda v: _is_whole(v, 1), "use 1 or more"),
-    "ema_decay": (lambda v: _is_number(v) and 0 <= v < 1, "use 0 or more and less than 1, such as 0.999"),
-    "randaugment_magnitude": (lambda v: _is_whole(v, 0) and v <= 30, "use a whole number from 0 to 30"),
-    "color_jitter": (lambda v: _is_number(v) and v >= 0, "use 0 or more, such as 0.4"),
-    "random_erasing": (lambda v: _is_number(v) and 0 <= v <= 1, "use a probability from 0 to 1"),
-    "repeated_augmentation": (lambda v: _is_whole(v, 1), "use 1 or more"),
-    "mixup": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
-    "cutmix": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
-    "max_corrupt_images": (lambda v: _is_whole(v, 0), "use 0 or more"),
-    "warmup_epochs": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
-    "seed": (lambda v: _is_whole(v, 0) and v <= _LARGEST_SEED, f"use a whole number from 0 to {_LARGEST_SEED}"),
-    "image_size": (lambda v: v is None or _is_whole(v, 8), "use 8 or more pixels, or leave it out"),
-    "initial_image_size": (lambda v: v is None or _is_whole(v, 8), "use 8 or more pixels, or leave it out"),
-    "eval_image_size": (lambda v: v is None or _is_whole(v, 8), "use 8 or more pixels, or leave it out"),
-    "val_split": (lambda v: _is_number(v) and 0 <= v < 1, "use 0 or more and less than 1"),
-    "num_workers": (lambda v: v is None or _is_whole(v, 0), "use 0 or more, or leave it out"),
-    "log_every": (lambda v: _is_whole(v, 1), "use 1 or more steps"),
-    "checkpoint_every": (lambda v: isinstance(v, str), "use steps such as '500', or a duration such as '10m'"),
-    "snapshot_every": (
-        lambda v: isinstance(v, str),
-        "use 'auto', 'off', steps such as '50', or a duration such as '2s'",
-    ),
-    "keep_checkpoints": (lambda v: _is_whole(v, 1), "use 1 or more"),
+    **dict.fromkeys(("plateau_patience", "early_stopping_patience"), _at_least(0, " epochs")),
+    **dict.fromkeys(("image_size", "initial_image_size", "eval_image_size"), _at_least(8, " pixels")),
+    "model": (bool, f"{SMALL_CNN}, a torchvision model such as resnet50, or {TIMM}NAME"),
+    "weights": (bool, "a file or a name"),
+    "batch_size": _at_least(1, " (images of all ranks together)"),
+    "log_every": _at_least(1, " steps"),
+    "lr": (lambda value: value > 0, "a number above 0"),
+    "layer_decay": (lambda value: 0 < value <= 1, "more than 0, and at most 1"),
+    "lr_gamma": (lambda value: 0 < value < 1, "more than 0 and less than 1"),
+    "randaugment_magnitude": (lambda value: 0 <= value <= 30, "a whole number from 0 to 30"),
+    "random_erasing": (lambda value: 0 <= value <= 1, "a probability from 0 to 1"),
+    "seed": (lambda value: 0 <= value <= _LARGEST_SEED, f"a whole number from 0 to {_LARGEST_SEED}"),
 }
 
 
 @cache
 def parse_step_epochs(text: str) -> tuple[int, ...]:
-    """Parse `30` (every 30 epochs) or `150,225` (at these epochs).
-
-    Raises:
-        UserError: the text has another form.
-    """
+    """Parse `30` (every 30 epochs) or `150,225` (at these epochs). Raises UserError if the text has another form."""
     if re.fullmatch(r"\d+(,\d+)*", text):
         epochs = tuple(int(part) for part in text.split(","))
-        if epochs[0] > 0 and all(one < other for one, other in pairwise(epochs)):
+        if epochs[0] > 0 and all(earlier < later for earlier, later in pairwise(epochs)):
             return epochs
     raise UserError(f"--lr-step-epochs is {text!r}: use a number such as 30, or rising epochs such as 150,225")
 
 
-_RANGES = {"crop_scale": (1.0, "0.08,1"), "crop_ratio": (math.inf, "3/4,4/3")}
-
-
-def parse_range(field: str, text: str) -> tuple[float, float]:
-    """Parse two positive numbers, the smaller one first, such as `0.08,1` or `3/4,4/3`.
-
-    Raises:
-        UserError: the text has another form, or a number is too large for the field.
-    """
-    largest, example = _RANGES[field]
+def parse_crop_scale(text: str) -> tuple[float, float]:
+    """Parse two numbers, such as `0.08,1`. Raises UserError if they are not rising, above 0 and up to 1."""
     numbers = [float(_fraction(part)) for part in str(text).split(",")]
-    if len(numbers) == 2 and 0 < numbers[0] <= numbers[1] <= largest:
+    if len(numbers) == 2 and 0 < numbers[0] <= numbers[1] <= 1:
         return numbers[0], numbers[1]
-    limit = f" and up to {largest:g}" if largest < math.inf else ""
     raise UserError(
-        f"{flag(field)} is {text!r}: use two numbers above 0{limit}, the smaller one first, such as {example}"
+        f"--crop-scale is {text!r}: use two numbers above 0 and up to 1, the smaller one first, such as 0.08,1"
     )
 
 
 def parse_crop_pct(text: str) -> Fraction:
-    """Parse a number above 0 and up to 1, such as `224/256` or `0.875`.
-
-    Raises:
-        UserError: the text is not such a number.
-    """
+    """Parse a number above 0 and up to 1, such as `224/256` or `0.875`. Raises UserError for other texts."""
     if 0 < (number := _fraction(text)) <= 1:
         return number
     raise UserError(f"--eval-crop-pct is {text!r}: use a number above 0 and up to 1, such as 0.875")
@@ -184,16 +144,8 @@ _CONFLICTS: tuple[tuple[Test, str], ...] = (
         "--loss bce cannot be combined with --class-weights: leave one out",
     ),
     (
-        lambda c: c.data_on_device == "on" and c.auto_augment != "none",
-        "--data-on-device on cannot be combined with --auto-augment, which runs on the CPU: leave one out",
-    ),
-    (
-        lambda c: c.data_on_device == "on" and c.color_jitter > 0,
-        "--data-on-device on cannot be combined with --color-jitter, which runs on the CPU: leave one out",
-    ),
-    (
-        lambda c: c.data_on_device == "on" and c.crop == "resized",
-        "--data-on-device on cannot be combined with --crop resized, which runs on the CPU: leave one out",
+        lambda c: c.data_on_device == "on" and (c.auto_augment != "none" or c.color_jitter > 0 or c.crop == "resized"),
+        "--data-on-device on cannot be combined with --auto-augment, --color-jitter or --crop resized: leave one out",
     ),
     (
         lambda c: c.compile and c.sync_bn,
@@ -212,7 +164,7 @@ _CONFLICTS: tuple[tuple[Test, str], ...] = (
         "--strategy fsdp cannot be combined with --amp fp16, because it does not scale the loss: use --amp bf16",
     ),
 )
-_NOT_WITH_FSDP = ("ema_decay", "sync_bn", "compile", "static_graph", "compress_gradients")
+_NOT_WITH_FSDP = ("ema_decay", "sync_bn", "compile", "compress_gradients")
 
 
 # A field, a test that is true if the field has an effect, and the reason why it has none.
@@ -230,21 +182,13 @@ _EFFECTS: tuple[tuple[str, Test, str], ...] = (
         "there are too few --epochs to end early",
     ),
     ("nesterov", lambda c: c.optimizer == "sgd" and c.momentum > 0, "it applies to --optimizer sgd with --momentum"),
-    ("adam_beta2", lambda c: c.optimizer != "sgd", "it applies to --optimizer adam and --optimizer adamw"),
     ("min_lr", lambda c: c.lr_scheduler == "cosine", "it applies to --lr-scheduler cosine"),
-    ("layer_decay", lambda c: not c.freeze_backbone, "only the head is trained"),
     ("decay_norm_and_bias", lambda c: c.weight_decay > 0, "--weight-decay is 0"),
-    *(
-        (name, lambda c: c.crop in {"auto", "resized"}, "it applies to --crop resized")
-        for name in ("crop_scale", "crop_ratio")
-    ),
+    ("crop_scale", lambda c: c.crop in {"auto", "resized"}, "it applies to --crop resized"),
     ("auto_augment_interpolation", lambda c: c.auto_augment != "none", "--auto-augment is none"),
     ("randaugment_magnitude", lambda c: c.auto_augment == "randaugment", "it applies to --auto-augment randaugment"),
-    ("repeated_augmentation", lambda c: not c.synthetic, "generated images are not augmented"),
-    ("eval_crop_pct", lambda c: not c.synthetic, "generated images are not evaluated"),
     ("fsdp_sharding", lambda c: c.strategy == "fsdp", "it applies to --strategy fsdp"),
     ("initial_image_size", lambda c: c.epochs > 1, "the only epoch has images of --image-size"),
-    ("eval_image_size", lambda c: not c.synthetic, "generated images are not evaluated"),
     ("sync_bn", lambda c: c.model != SMALL_CNN, f"{SMALL_CNN} has no batch normalization"),
 )
 
@@ -261,12 +205,14 @@ def without_effect(config: Any) -> list[str]:
     return lines
 
 
-def check_validation(config: Any, *, validates: bool) -> None:
-    """Refuse flags that need a validation set, unless there is one (`validates`).
+def check_device(config: Any, *, has_gpus: bool) -> None:
+    """Raise UserError if a flag needs GPUs, unless the ranks have some (`has_gpus`)."""
+    if config.sync_bn and not has_gpus:
+        raise UserError("--sync-bn needs GPUs, because torch's SyncBatchNorm refuses CPUs: leave it out")
 
-    Raises:
-        UserError: a flag needs validation data.
-    """
+
+def check_validation(config: Any, *, validates: bool) -> None:
+    """Raise UserError if a flag needs a validation set, unless there is one (`validates`)."""
     if validates:
         return
     fix = "leave out --synthetic" if config.synthetic else "use --val-split 0.1, or add val/"

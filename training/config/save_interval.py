@@ -30,8 +30,7 @@ INTERVAL_WORDS: dict[str, dict[str, Interval]] = {
 def parse_interval(field: str, text: str) -> Interval:
     """Parse `500` (steps), a duration such as `30s`, `10m` or `2h`, or a word in INTERVAL_WORDS.
 
-    Raises:
-        UserError: the text has another form, or is zero.
+    Raises UserError if the text has another form, or is zero.
     """
     words = INTERVAL_WORDS[field]
     if text.strip() in words:

@@ -23,6 +23,8 @@ LrScaling = Literal["none", "sqrt", "linear"]
 SCALE_BATCH = 256
 """Batch size to which --lr applies with --lr-scaling."""
 _DEFAULT_BATCH = 512
+# The number of parts of a training in which images have one size.
+_PARTS = 5
 # For _DEFAULT_BATCH images and more; docs/how-to/image-classifier.md has the measurements.
 _DEFAULT_LR: dict[Optimizer, float] = {"sgd": 0.15, "adamw": 0.001, "adam": 0.001}
 _SCALINGS: dict[LrScaling, Callable[[float], float]] = {"none": lambda _: 1.0, "sqrt": math.sqrt, "linear": float}
@@ -81,8 +83,6 @@ class TrainConfig(Adjustable):
     """Train only the classification head. All other layers keep the weights and batch statistics of --weights."""
     head_hidden: int = 0
     """Width of an additional hidden layer in the classification head. 0: no such layer."""
-    drop_path: float | None = None
-    """Rate of stochastic depth in the last block; earlier blocks have lower rates. Default: the model's own."""
     batch_size: int = _DEFAULT_BATCH
     """Global batch: images per step on all ranks together."""
     lr: float | None = None
@@ -101,8 +101,6 @@ class TrainConfig(Adjustable):
     """
     momentum: float = 0.9
     """Momentum of SGD; beta1 of Adam and AdamW."""
-    adam_beta2: float = 0.999
-    """Beta2 of Adam and AdamW. Vision transformers are often trained with 0.95."""
     nesterov: bool = False
     """Use Nesterov momentum with --optimizer sgd."""
     weight_decay: float = 5e-4
@@ -151,7 +149,7 @@ class TrainConfig(Adjustable):
     """Decay of an exponential moving average of the weights, such as 0.999. The average is then what is evaluated and
     saved as the model. 0: no average."""
     sync_bn: bool = False
-    """Compute the statistics of batch normalization over all ranks together."""
+    """Compute the statistics of batch normalization over all ranks together (torch's SyncBatchNorm). Needs GPUs."""
     amp: Literal["none", "bf16", "fp16"] = "none"
     """Automatic mixed precision with bfloat16 or float16."""
     strategy: Literal["ddp", "fsdp"] = "ddp"
@@ -164,12 +162,8 @@ class TrainConfig(Adjustable):
     - full: over all ranks
     - hybrid: within each node (HSDP), which needs more memory per GPU and less traffic between nodes
     """
-    memory_format: Literal["channels-last", "contiguous"] = "channels-last"
-    """Memory layout of images and, with --strategy ddp, of weights. Convolutions are fastest with channels-last."""
     compile: bool = False
     """Compile the model with torch.compile. It takes about a minute at the first start; later ones reuse the code."""
-    static_graph: bool = False
-    """Tell DDP that every step uses the same parameters (static_graph), which saves time."""
     compress_gradients: Literal["none", "bf16"] = "none"
     """Round gradients to bfloat16 (bf16) for the all-reduce, which halves the traffic."""
     deterministic: Literal["off", "warn", "error"] = "warn"
@@ -189,8 +183,6 @@ class TrainConfig(Adjustable):
     """
     crop_scale: Annotated[str, Flag(metavar="MIN,MAX")] = "0.25,1"
     """Smallest and largest area of a resized crop as parts of the image's area. Szegedy et al. (2015) use 0.08,1."""
-    crop_ratio: Annotated[str, Flag(metavar="MIN,MAX")] = "3/4,4/3"
-    """Smallest and largest aspect ratio (width divided by height) of a resized crop."""
     flip: Literal["auto", "on", "off"] = "auto"
     """Random horizontal flips. auto: on, except for IDX files and digits, because mirroring changes digits."""
     auto_augment: Literal["none", "autoaugment", "randaugment", "trivialaugment"] = "none"
@@ -260,6 +252,23 @@ def needs_compiler(train: TrainConfig) -> bool:
     return train.compile or train.strategy == "fsdp" or train.checkpoint_activations
 
 
+def training_sizes(config: TrainConfig, size: int) -> list[int]:
+    """Return the sides of the training images in the fifths of the epochs. In the last fifth, it is `size`.
+
+    With --initial-image-size it grows, by multiples of 4 pixels: progressive resizing, as by Howard for DAWNBench
+    (2018).
+    """
+    first = size if config.initial_image_size is None else config.initial_image_size
+    growth = (size - first) / (_PARTS - 1)
+    return [*(min(size, first + round(growth * part / 4) * 4) for part in range(_PARTS - 1)), size]
+
+
+def size_in_epoch(config: TrainConfig, size: int, epoch: int) -> int:
+    """Return the side of the training images in an epoch, counted from 0. In the last epoch it is `size`."""
+    is_last = epoch >= config.epochs - 1
+    return training_sizes(config, size)[_PARTS - 1 if is_last else epoch * _PARTS // config.epochs]
+
+
 def samples_per_group(config: TrainConfig) -> int:
     """Return how many consecutive images of a batch must go to the same rank: 2 with mixup or cutmix, else 1."""
     return 2 if config.mixup or config.cutmix else 1
@@ -268,8 +277,7 @@ def samples_per_group(config: TrainConfig) -> int:
 def check_world(config: TrainConfig, world_size: int, samples: int | None = None) -> None:
     """Check that every rank has images in every micro-batch of a step.
 
-    Raises:
-        UserError: a batch, or the training set (`samples`, None if not known), has too few images.
+    Raises UserError if a batch, or the training set (`samples`, None if not known), has too few images.
     """
     minimum = world_size * config.grad_accum_steps * samples_per_group(config)
     among = f"the {world_size} ranks that share it"

@@ -7,6 +7,7 @@ shift, mirror and erase images on any device, so the images are the same, bit by
 import hashlib
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,16 +15,14 @@ from torch import Tensor
 from hpc.base.errors import UserError
 from hpc.base.text import file_name
 from training.config.dataset_layout import DataLayout, image_roots
-from training.config.image_sizes import size_in_epoch
 from training.config.model_names import OWN_MODELS
 from training.config.packed_index import read_index
 from training.config.rules import parse_crop_pct
-from training.config.train_config import TrainConfig
+from training.config.train_config import TrainConfig, size_in_epoch
 from training.data.dataset import Data, ImageDataset, MemoryImages, SyntheticImages
 from training.data.file_index import build_index, deserialize
 from training.data.image_folder import FolderImages
 from training.data.in_memory import class_names, read_cifar, read_cifar_names, read_digits, read_idx_pair
-from training.data.loader import ImageSource
 from training.data.packed import open_part
 from training.data.transforms.augment import make_augmentation
 from training.runtime.counter_rng import Purpose, derive_key, permutation
@@ -43,9 +42,7 @@ def load_data(config: TrainConfig, layout: DataLayout, folder_size: int, file_in
 
     Images of a folder and packed images are resized to `folder_size` pixels, or in evaluations to --eval-image-size if
     given. For an image folder, `file_index` comes from rank 0's `load_or_build_index`; if empty, it is built here.
-
-    Raises:
-        UserError: files are missing, damaged, or do not fit together.
+    Raises UserError if files are missing, damaged, or do not fit together.
     """
     as_dataset = partial(
         ImageDataset,
@@ -179,35 +176,31 @@ def _fingerprint(*sources: MemoryImages | ImageDataset | None) -> str:
 def move_to_device(config: TrainConfig, data: Data, device: torch.device) -> Data:
     """Move the images to the device for --data-on-device on, or for auto if they fit into 1/10 of a GPU's free memory.
 
-    Raises:
-        UserError: --data-on-device is on, but the images cannot be on the device.
+    Raises UserError if --data-on-device is on, but the images cannot be on the device.
     """
     wanted = config.data_on_device
     if wanted == "off" or (wanted == "auto" and device.type == "cpu"):
         return data
-    parts = {name: part for name in ("train", "val", "test") if (part := getattr(data, name)) is not None}
-    reason = _why_not_on_device(list(parts.values()), device, wanted)
-    if reason and wanted == "on":
-        raise UserError(f"--data-on-device is on, but {reason}")
-    if reason:
+    parts: dict[str, Any] = {
+        name: part for name in ("train", "val", "test") if (part := getattr(data, name)) is not None
+    }
+    problem = ""
+    if not data.in_memory and not isinstance(data.train, SyntheticImages):
+        problem = "the images of a folder or of packed data are cropped on the CPU"
+    elif data.in_memory and not data.cheap:
+        problem = "the augmentation runs on the CPU"
+    elif device.type == "cuda":
+        needed = sum(part.images.nbytes for part in parts.values())
+        problem = too_large(needed, torch.cuda.mem_get_info(device)[0], wanted)
+    if problem and wanted == "on":
+        raise UserError(f"--data-on-device is on, but {problem}: use auto")
+    if problem:
         return data
     moved = {name: replace(part, images=part.images.to(device)) for name, part in parts.items()}
     return replace(data, on_device=True, **moved)
 
 
-def _why_not_on_device(parts: list[ImageSource], device: torch.device, wanted: str) -> str:
-    """Return why the images cannot be on the device, and what to use, or an empty text if they can."""
-    needed = 0
-    for part in parts:
-        if not isinstance(part, MemoryImages | SyntheticImages):
-            return "the images of a folder or of packed data are cropped on the CPU: use auto, or leave it out"
-        if isinstance(part, MemoryImages) and part.augmentation is not None and part.augmentation.needs_cpu:
-            return "the augmentation runs on the CPU: use auto, or leave it out"
-        needed += part.images.nbytes
-    return "" if device.type == "cpu" else too_large(needed, torch.cuda.mem_get_info(device)[0], wanted)
-
-
 def too_large(needed: int, free: int, wanted: str) -> str:
     """Return why `needed` bytes do not fit into `free` bytes of a GPU (1/10 for auto), or an empty text if they do."""
     fit = needed <= free * (_AUTO_SHARE if wanted == "auto" else 1)
-    return "" if fit else f"the images take {needed / 1e9:.1f} GB, and the GPU has {free / 1e9:.1f} GB free: use auto"
+    return "" if fit else f"the images take {needed / 1e9:.1f} GB, and the GPU has {free / 1e9:.1f} GB free"

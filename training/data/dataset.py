@@ -5,7 +5,6 @@ Runs on every rank and in its loader workers. A data set is indexed with a `Batc
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,8 +13,9 @@ from hpc.base.errors import UserError
 from training.config.dataset_layout import no_images
 from training.config.train_config import Interpolation
 from training.data.batch_schedule import BatchRequest
-from training.data.image_folder import FolderImages, dark_images
+from training.data.image_folder import FolderImages
 from training.data.loader import Batch, ImageSource, to_device
+from training.data.packed import PackedImages
 from training.data.transforms.augment import Augmentation
 from training.data.transforms.crop import CenterCrop, Crop
 from training.runtime.process_group import SharedError
@@ -74,7 +74,8 @@ class SyntheticImages:
 
     def __getitem__(self, request: BatchRequest) -> Batch:
         """Return the first images of the pool, for any indices."""
-        indices, pool = torch.tensor(request.indices, dtype=torch.int64) % len(self), self.images
+        indices = torch.tensor(request.indices, dtype=torch.int64) % len(self)
+        pool = self.images
         count = len(indices)
         images = pool[:count] if count <= len(pool) else pool[torch.arange(count) % len(pool)]
         return Batch(images, self.labels[indices], indices, _NO_INDICES)
@@ -84,27 +85,8 @@ class SyntheticImages:
         return f"generated image {index}"
 
 
-class ImageStore(Protocol):
-    """A source of images by index, such as an image folder or packed data."""
-
-    def read(self, index: int, crop: Crop | CenterCrop) -> Tensor | None:
-        """Return the crop of an image (uint8 [3, *crop.size]), or None if the image is corrupt.
-
-        Raises:
-            UserError: this node cannot read the image.
-        """
-
-    def name(self, index: int) -> str:
-        """Return the image's path, for messages."""
-
-    def fix(self) -> str:
-        """Return an instruction for the user if many images are corrupt."""
-
-    def identity(self) -> bytes:
-        """Return bytes that identify the images, independent of the path of their directory."""
-
-    def part(self, indices: Tensor) -> "ImageStore":
-        """Return a store of the images with these indices."""
+ImageStore = FolderImages | PackedImages
+"""A source of images by index."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +114,8 @@ class ImageDataset:
         # Use interleaved channels, the fastest memory format for decoders and models.
         side = self._side(request.epoch)
         images = torch.empty(len(request.indices), side, side, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
-        shown, corrupt = [], set[int]()
+        shown = []
+        corrupt = set[int]()
         for place, sample in enumerate(request.indices):
             readable, images[place] = self._next_readable(request.epoch, sample, corrupt)
             shown.append(readable)
@@ -163,7 +146,8 @@ class ImageDataset:
 
     def _next_readable(self, epoch: int | None, sample: int, corrupt: set[int]) -> tuple[int, Tensor]:
         """Return the first readable sample from `sample` on, and its crop. Adds the skipped indices to `corrupt`."""
-        most, index = min(len(self), _MAX_CORRUPT_IN_A_ROW), sample % len(self)
+        most = min(len(self), _MAX_CORRUPT_IN_A_ROW)
+        index = sample % len(self)
         for place in range(index, index + most):
             candidate = place % len(self)
             shown = candidate + sample - index  # of the same repetition
@@ -201,17 +185,6 @@ class Data:
         return self.shape[0]
 
 
-def dark_source(source: ImageSource) -> list[str]:
-    """Return a warning if images of files are nearly black, as `dark_images` does.
-
-    Raises:
-        UserError: an image's gray levels are unknown.
-    """
-    if not isinstance(source, ImageDataset) or not isinstance(source.store, FolderImages):
-        return []  # packed images were checked when they were packed
-    return dark_images(source.store.path, len(source))
-
-
 def empty_classes(data: Data) -> list[str]:
     """Return a warning if no image of a class is trained on."""
     counts = torch.bincount(data.train.labels, minlength=len(data.classes)).tolist()
@@ -220,11 +193,7 @@ def empty_classes(data: Data) -> list[str]:
 
 
 def check_corrupt_limit(source: ImageSource, corrupt: Sequence[int], limit: int) -> None:
-    """Check that no more than `limit` images are unreadable.
-
-    Raises:
-        SharedError: more images are unreadable. The message lists the first ones.
-    """
+    """Raise SharedError, which lists some images, if more than `limit` are unreadable."""
     if len(corrupt) > limit:
         names = ", ".join(map(source.name, corrupt[:_MAX_NAMES])) + (", ..." if len(corrupt) > _MAX_NAMES else "")
         raise SharedError(

@@ -54,10 +54,8 @@ class FileIndex:
 def load_or_build_index(layout: DataLayout, cache: Path, now_ns: int) -> bytes:
     """Return the serialized index, from the file `cache` if no directory has changed.
 
-    Otherwise the index is built, and the file replaced. `now_ns` is the time in nanoseconds since 1970.
-
-    Raises:
-        UserError: a directory cannot be read, or val/ or test/ has a class that the training set lacks.
+    Otherwise the index is built, and the file replaced. `now_ns` is the time in nanoseconds since 1970. Raises
+    UserError if a directory cannot be read, or val/ or test/ has a class that the training set lacks.
     """
     # NumPy may raise any error for a damaged file. The index is then built again.
     with suppress(Exception):
@@ -120,11 +118,7 @@ def deserialize(content: bytes) -> FileIndex:
 
 
 def build_index(layout: DataLayout) -> FileIndex:
-    """List every image of an image folder.
-
-    Raises:
-        UserError: a directory of val/ or test/ is not a class of the training set.
-    """
+    """List every image of an image folder. Raises UserError if val/ or test/ has a class that train/ lacks."""
     roots = image_roots(layout)
     listed = [(str(root), _times(root.stat())) for root in roots.values()]
     classes, parts = class_names(layout.train), {}

@@ -32,15 +32,12 @@ _JPEG = b"\xff\xd8\xff"
 # beyond its memory, by a defect of its libjpeg-turbo, 3.1.2.
 _LOSSLESS = b"\xff\xc3"
 _WHITE = 65535
-# Sampled images of more than 8 bits whose highest level is below this, a sixteenth of white, are nearly black.
-_DARK, _SAMPLED = 16, 32
 
 
 def with_image(content: bytes, use: Callable[[Image.Image], _Result]) -> _Result | None:
     """Open an image, pass it to `use` before it is decoded, and return the result; None if the image is not whole.
 
-    Raises:
-        UserError: the image's gray levels are unknown.
+    Raises UserError if the image's gray levels are unknown.
     """
     try:
         with Image.open(io.BytesIO(content)) as file:
@@ -52,11 +49,7 @@ def with_image(content: bytes, use: Callable[[Image.Image], _Result]) -> _Result
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
-    """Convert an image to three channels of 8 bits.
-
-    Raises:
-        UserError: the image's gray levels are unknown.
-    """
+    """Convert an image to three channels of 8 bits. Raises UserError if the image's gray levels are unknown."""
     if _is_deep(image):
         # Pillow would clip the values: all but the darkest 256 of 65,536 grays would become white.
         image = Image.fromarray(_gray_levels(image))
@@ -90,33 +83,6 @@ def _gray_levels(image: Image.Image) -> np.ndarray:
     # Pillow inverts other TIFF files in which 0 is white.
     inverted = tags.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == 0
     return (255 - levels if inverted else levels).astype(np.uint8)
-
-
-def dark_images(path_of: Callable[[int], Path], count: int) -> list[str]:
-    """Return a warning if gray images of more than 8 bits, a sample of `count` images, are nearly black.
-
-    The 12 bits of a camera are often saved as 16: the file does not say that white is 4095.
-
-    Raises:
-        UserError: an image's gray levels are unknown.
-    """
-    sampled = map(path_of, range(0, count, max(1, count // _SAMPLED)))
-    brightest = {path: level for path in sampled if (level := _brightest_level(path)) is not None}
-    if not brightest or (highest := max(brightest.values())) >= _DARK:
-        return []
-    first = file_name(str(next(iter(brightest))))
-    black = f"{first} and the other images of 16 bits that were tried are nearly black, with at most {highest} of 255"
-    return [f"{black}: if white is not {_WHITE} in them, multiply their values"]
-
-
-def _brightest_level(path: Path) -> int | None:
-    """Return the highest level of a gray image of more than 8 bits; None for other images."""
-    try:
-        content = path.read_bytes() if path.is_file() else b""  # a named pipe would block
-    except OSError:
-        return None
-    with naming(path):
-        return with_image(content, lambda image: int(_gray_levels(image).max()) if _is_deep(image) else None)
 
 
 @contextmanager
@@ -175,8 +141,8 @@ class FolderImages:
     def read(self, index: int, crop: Crop | CenterCrop) -> "Tensor | None":
         """Return the crop of an image (uint8 [3, *crop.size]), or None if the file holds no whole image.
 
-        Raises:
-            UserError: this node cannot read the file, although the image may be whole, or its gray levels are unknown.
+        Raises UserError if this node cannot read the file, although the image may be whole, or its gray levels are
+        unknown.
         """
         path = self.path(index)
         try:

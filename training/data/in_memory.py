@@ -51,10 +51,7 @@ def read_idx(path: Path) -> Tensor:
     """Return the uint8 tensor in an IDX file (http://yann.lecun.com/exdb/mnist/), plain or compressed.
 
     The format: two zero bytes, a type (8: unsigned byte), the number of dimensions, each dimension as a big-endian
-    32-bit number, then the data.
-
-    Raises:
-        UserError: the file is damaged, or not an IDX file of unsigned bytes.
+    32-bit number, then the data. Raises UserError if the file is damaged, or not an IDX file of unsigned bytes.
     """
     if path in _kept:
         return _kept[path]
@@ -77,8 +74,7 @@ def read_idx(path: Path) -> Tensor:
 def read_idx_pair(directory: Path, part: str) -> tuple[Tensor, Tensor]:
     """Return images (uint8 [n, C, H, W]) and labels (int64 [n]) of a part, `train` or `test`.
 
-    Raises:
-        UserError: a file is missing or damaged, or the two files do not belong together.
+    Raises UserError if a file is missing or damaged, or the two files do not belong together.
     """
     files = []
     for role in _ROLES:
@@ -111,10 +107,7 @@ _DIGITS_TESTED = 360
 def read_digits(directory: Path, part: str) -> tuple[Tensor, Tensor]:
     """Return images (uint8 [n, 1, 8, 8]) and labels (int64 [n]) of a part, `train` or `test`, of scikit-learn's digits.
 
-    Each line of the file has 64 values from 0 to 16, and the label.
-
-    Raises:
-        UserError: the file is damaged.
+    Each line of the file has 64 values from 0 to 16, and the label. Raises UserError if the file is damaged.
     """
     path = directory / DIGITS_FILE
     try:
@@ -150,10 +143,8 @@ class _ArraysOnly(pickle.Unpickler):
 def read_cifar(directory: Path, kind: Kind, part: str, classes: int) -> tuple[Tensor, Tensor]:
     """Return images (uint8 [n, 3, 32, 32]) and labels (int64 [n], CIFAR-100's fine ones) of part `train` or `test`.
 
-    The files (https://www.cs.toronto.edu/~kriz/cifar.html) are pickles of dictionaries.
-
-    Raises:
-        UserError: a file is missing, damaged, or not a CIFAR file.
+    The files (https://www.cs.toronto.edu/~kriz/cifar.html) are pickles of dictionaries. Raises UserError if a file is
+    missing, damaged, or not a CIFAR file.
     """
     files = CIFAR[kind]
     names = files.train if part == "train" else (files.test,)

@@ -55,8 +55,7 @@ class ImageSource(Protocol):
     def __getitem__(self, request: BatchRequest) -> Batch:
         """Return a request's images.
 
-        Raises:
-            UserError: this node cannot read an image, or too many images in a row are corrupt.
+        Raises UserError if this node cannot read an image, or too many images in a row are corrupt.
         """
 
     def name(self, index: int) -> str:

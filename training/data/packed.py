@@ -59,11 +59,7 @@ class PackedImages:
 
 
 def open_part(directory: Path, index: PackIndex, part: PackedPart) -> tuple[PackedImages, Tensor]:
-    """Open the images of a part and their labels (int64 [n]).
-
-    Raises:
-        UserError: a file is missing, damaged, or of another shape or type.
-    """
+    """Open a part's images and labels (int64 [n]). Raises UserError if a file is missing, damaged, or another."""
     shape = (part.images, index.size, index.size, 3)
     pixels = _as_tensor(_map_array(directory / part.pixels.name, np.uint8, shape))
     for file in (part.labels, part.names):

@@ -31,16 +31,12 @@ class CorruptImages:
         return bool(self._unshared)
 
     def share(self) -> None:
-        """Share the images that each rank has met. All ranks must call this.
-
-        Raises:
-            SharedError: more images are unreadable than the limit allows.
-        """
+        """Share the images that each rank has met. All ranks call this. Raises SharedError if there are too many."""
         # Unreadable images are rare, and summing a number is faster than gathering lists.
         some_unshared = bool(self._group.all_reduce(torch.tensor(len(self._unshared))))
-        found = set().union(*self._group.all_gather_json(list(self._unshared))) if some_unshared else set()
+        unreadable = set().union(*self._group.all_gather_json(list(self._unshared))) if some_unshared else set()
         self._unshared = set()
-        new = sorted(found - set(self.indices))
+        new = sorted(unreadable - set(self.indices))
         self.indices[:] = sorted([*self.indices, *new])
         for name in map(self._source.name, new):
             self._logger.console.warn(f"{name} cannot be read: another image takes its place")

@@ -18,7 +18,7 @@ from training.config.dataset_layout import check_data, resolve_data
 from training.config.evaluation_task import EvaluationTask, Split, choose_split
 from training.config.train_config import TrainConfig
 from training.data.build import load_data
-from training.data.dataset import Data, ImageDataset, MemoryImages, dark_source
+from training.data.dataset import Data, ImageDataset, MemoryImages
 from training.engine.shared_data import check_same, loader_workers, shared_file_index, user_paths
 from training.evaluation.evaluated_model import EvaluatedModel, load_model
 from training.evaluation.evaluator import Evaluation, Evaluator
@@ -37,8 +37,8 @@ class EvaluationRun:
     def __init__(self, context: RunContext, group: ProcessGroup, task: EvaluationTask) -> None:
         """Open the model and the data.
 
-        Raises:
-            SharedError: on every rank, if a rank cannot read the model or the data, or the data does not fit the model.
+        Raises SharedError on every rank, if a rank cannot read the model or the data, or the data does not fit the
+        model.
         """
         self._context, self._group, self._task = context, group, task
         console = Console(enabled=group.is_rank_zero)
@@ -76,9 +76,6 @@ class EvaluationRun:
             f"evaluating {self._task.source} on {len(self._source):,} images ({self._split}) of "
             f"{len(card.classes)} classes, {self._group.description}"
         )
-        with self._group.raise_on_all_ranks():
-            for warning in dark_source(self._source) if self._group.is_rank_zero else ():
-                logger.console.warn(warning)
         try:
             self._write(self._evaluate())
         except StopRequested as request:
@@ -86,8 +83,6 @@ class EvaluationRun:
             self._context.heartbeat.beat("end")
             logger.event(TrainStopped(step=0, signal=request.name, seconds=seconds))
             logger.console.print(f"stopped by {request.name}: the next attempt evaluates from the first image on")
-        finally:
-            logger.console.stop()
         logger.close()
         self._stop_consensus.wait()
 
@@ -131,14 +126,10 @@ class EvaluationRun:
 
 
 def open_data(context: RunContext, group: ProcessGroup, task: EvaluationTask, card: ModelCard) -> tuple[Split, Data]:
-    """Open the data for a model with the card `card`, and choose the split to evaluate on.
-
-    Raises:
-        SharedError: on every rank, if a rank cannot read the data.
-    """
-    given = context.config
+    """Open the data for a model, and choose the split to evaluate on. SharedError on every rank if one fails."""
+    run_config = context.config
     # Other flags of a training concern augmentation and steps, which an evaluation does not have.
-    config = TrainConfig(data=given.data, seed=given.seed, val_split=given.val_split)
+    config = TrainConfig(data=run_config.data, seed=run_config.seed, val_split=run_config.val_split)
     with group.raise_on_all_ranks(), user_paths(context):
         layout = check_data(resolve_data(config.data))
         split = choose_split(task, layout, config.val_split)
@@ -152,8 +143,7 @@ def open_data(context: RunContext, group: ProcessGroup, task: EvaluationTask, ca
 def fitting(source: ImageDataset | MemoryImages, data: Data, model: EvaluatedModel) -> ImageDataset | MemoryImages:
     """Return the source with the model's class numbers as labels and, if images are read from files, the model's crop.
 
-    Raises:
-        UserError: the model does not take images of this size or these channels, or does not know a class.
+    Raises UserError if the model does not take images of this size or these channels, or does not know a class.
     """
     card = model.card
     channels, height, width = shape = (data.channels, *data.shape)
@@ -171,19 +161,18 @@ def fitting(source: ImageDataset | MemoryImages, data: Data, model: EvaluatedMod
     return replace(source, labels=labels)
 
 
-def labels_of_model(labels: Tensor, classes: tuple[str, ...], known: tuple[str, ...]) -> Tensor:
-    """Translate labels (int64 [n]) of `classes` into labels of `known`, the model's classes, by the names of classes.
+def labels_of_model(labels: Tensor, classes: tuple[str, ...], model_classes: tuple[str, ...]) -> Tensor:
+    """Translate labels (int64 [n]) of `classes` into labels of `model_classes`, by the names of classes.
 
     IDX files name their classes by numbers. Such labels stay unchanged if data and model have equally many classes.
-
-    Raises:
-        UserError: the model does not know a class.
+    Raises UserError if the model does not know a class.
     """
-    numbers = tuple(map(str, range(len(known))))
-    if len(classes) == len(known) and numbers in {classes, known}:
+    numbers = tuple(map(str, range(len(model_classes))))
+    if len(classes) == len(model_classes) and numbers in {classes, model_classes}:
         return labels
-    if unknown := sorted(set(classes) - set(known)):
+    if unknown := sorted(set(classes) - set(model_classes)):
         raise UserError(
-            f"--data has classes that the model does not know: {few(unknown)}; it was trained on {few(list(known))}"
+            f"--data has classes that the model does not know: {few(unknown)}; it was trained on "
+            f"{few(list(model_classes))}"
         )
-    return torch.tensor([known.index(name) for name in classes], dtype=torch.int64)[labels]
+    return torch.tensor([model_classes.index(name) for name in classes], dtype=torch.int64)[labels]

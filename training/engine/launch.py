@@ -3,12 +3,12 @@
 import gc
 from dataclasses import asdict, replace
 
-import torch
 from msgspec import convert
+from torch import nn
 
 from hpc.run.events.kinds import Preflight, Software
 from training.config.dataset_layout import check_data, resolve_data
-from training.config.rules import check_validation
+from training.config.rules import check_device, check_validation
 from training.config.train_config import check_world, needs_compiler
 from training.data.build import load_data, move_to_device, synthetic_data
 from training.data.freed_memory import keep_freed_memory
@@ -16,8 +16,7 @@ from training.engine.evaluation_run import EvaluationRun
 from training.engine.preflight import run_preflight
 from training.engine.shared_data import check_same, loader_workers, shared_file_index, user_paths
 from training.engine.trainer import Trainer
-from training.models.factory import FORMATS, Preprocess, build_model, input_channels, input_size, normalization
-from training.models.sync_batch_norm import convert_sync_batch_norm
+from training.models.factory import Preprocess, build_model, input_channels, input_size, normalization, per_channel
 from training.runtime.determinism import configure, configure_attention
 from training.runtime.process_group import ProcessGroup, connect, disconnect
 from training.runtime.run_context import RankInfo, RunContext
@@ -64,14 +63,11 @@ def launch(context: RunContext, rank_info: RankInfo) -> None:
 
 
 def make_trainer(context: RunContext, group: ProcessGroup) -> Trainer:
-    """Open the data, build the model, and return their trainer.
-
-    Raises:
-        SharedError: on every rank, if a flag or the data is wrong on any rank.
-    """
+    """Open the data, build the model, and return their trainer. SharedError on every rank if one fails."""
     config = context.config
     with group.raise_on_all_ranks(), user_paths(context):
         check_world(config, group.world_size)
+        check_device(config, has_gpus=group.device.type == "cuda")
         layout = None if config.synthetic else check_data(resolve_data(config.data))
     file_index = shared_file_index(context, group, layout)
     context.heartbeat.beat("start")
@@ -87,18 +83,13 @@ def make_trainer(context: RunContext, group: ProcessGroup) -> Trainer:
         data = move_to_device(config, data, group.device)
     context.heartbeat.beat("start")
     if config.sync_bn:
-        model = convert_sync_batch_norm(model)
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch's own
     check_same(data, group)
     with group.raise_on_all_ranks():
         check_world(config, group.world_size, len(data.train))
         check_validation(config, validates=data.val is not None)
-    mean, std = (torch.tensor(values, device=group.device)[:, None, None] for values in (data.mean, data.std))
     preprocess = Preprocess(
-        mean=mean,
-        std=std,
-        channels=channels,
-        size=size,
-        interpolation=config.interpolation,
-        memory_format=FORMATS[config.memory_format],
-    )
+        mean=per_channel(data.mean, group.device), std=per_channel(data.std, group.device),
+        channels=channels, size=size, interpolation=config.interpolation,
+    )  # fmt: skip
     return Trainer(context, group, data, model, preprocess, loader_workers(config, data, group))

@@ -60,11 +60,7 @@ class Totals:
         return Means(loss / images, correct / images, waited / self.group.world_size)
 
     def check(self) -> None:
-        """Wait for the device, and check that the loss is finite. All ranks must call this.
-
-        Raises:
-            DivergedError: the loss is not finite.
-        """
+        """Wait for the device, and raise DivergedError if the loss is not finite. All ranks must call this."""
         loss = self.values.read()[0]
         if not math.isfinite(loss):
             finite_steps = self.group.all_gather_json(int(self.finite_steps))
@@ -152,7 +148,8 @@ class LossMeter:
     def restart(self) -> None:
         """Reset the sums, after a line of metrics."""
         self._earlier_seconds = self.train_seconds
-        self._started, self._waited = time.monotonic(), 0.0
+        self._started = time.monotonic()
+        self._waited = 0.0
         # Multiply by 0 instead of clearing: a loss that is not finite stays so, and no state is saved from here on.
         self.loss.mul_(0)
         self.correct.zero_()
@@ -169,4 +166,5 @@ class LossMeter:
         """Restore a saved state. Its sums are over all ranks, so rank 0 takes them, and other ranks take 0."""
         for name, mine in (("loss", self.loss), ("correct", self.correct)):
             mine.copy_(state_dict[name] if self._group.is_rank_zero else torch.zeros(()))
-        self.images, self._earlier_seconds = state_dict["images"], state_dict["train_seconds"]
+        self.images = state_dict["images"]
+        self._earlier_seconds = state_dict["train_seconds"]

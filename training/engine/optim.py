@@ -1,11 +1,9 @@
-"""Makes the optimizer, and computes the learning rate of each step. Runs on every rank.
-
-The learning rate is a pure function of the flags and the saved `Progress`.
-"""
+"""Makes the optimizer, and computes the learning rate of each step. Runs on every rank."""
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +16,7 @@ from training.runtime.train_progress import Progress
 
 Groups = list[dict[str, Any]]
 
+_BETA2 = 0.999  # torch's default, of Adam and AdamW
 # Name of the MLP with which SwinV2 computes the position biases of its attention.
 _POSITION_MLP = "cpb_mlp"
 
@@ -29,24 +28,20 @@ def _sgd(groups: Groups, config: TrainConfig, settings: dict[str, Any]) -> Optim
     if settings.get("fused") and config.momentum:
         # torch allocates the momentum in the first step without clearing it. If GradScaler lets the kernel skip that
         # step (fp16), the momentum would be what the memory held before.
-        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
 
 
-def _adam(groups: Groups, config: TrainConfig, settings: dict[str, Any]) -> Optimizer:
-    return Adam(groups, betas=(config.momentum, config.adam_beta2), **settings)
-
-
-def _adamw(groups: Groups, config: TrainConfig, settings: dict[str, Any]) -> Optimizer:
-    return AdamW(groups, betas=(config.momentum, config.adam_beta2), **settings)
+def _adam(kind: type[Adam], groups: Groups, config: TrainConfig, settings: dict[str, Any]) -> Optimizer:
+    return kind(groups, betas=(config.momentum, _BETA2), **settings)
 
 
 # Keys are the names in `training.config.train_config.Optimizer`.
 OPTIMIZERS: dict[str, Callable[[Groups, TrainConfig, dict[str, Any]], Optimizer]] = {
     "sgd": _sgd,
-    "adamw": _adamw,
-    "adam": _adam,
+    "adamw": partial(_adam, AdamW),
+    "adam": partial(_adam, Adam),
 }
 
 
@@ -99,9 +94,9 @@ def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
     See Clark et al., "ELECTRA" (2020), and, for vision transformers, Bao et al., "BEiT" (2021): embeddings and head
     count as blocks.
     """
-    found = depths(model)
-    deepest = max(found.values())
-    return {name: decay ** (deepest - depth) for name, depth in found.items()}
+    depth_of = depths(model)
+    deepest = max(depth_of.values())
+    return {name: decay ** (deepest - depth) for name, depth in depth_of.items()}
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
@@ -118,60 +113,53 @@ _THRESHOLD = 1e-4
 _ONE_CYCLE_FIRST, _ONE_CYCLE_LAST = 1 / 25, 1e-4
 
 
-class LrPosition(NamedTuple):
-    """The position of a step in a training. All fields are numbers of steps."""
-
-    step: int
-    """Number of steps done before this one."""
-    warmup_steps: int
-    steps_per_epoch: int
-    total_steps: int
-
-    @property
-    def share(self) -> float:
-        """Share of the steps after the warm-up that are done, from 0 to 1."""
-        return (self.step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
-
-
 def _cosine(start: float, end: float, share: float) -> float:
     return end + (start - end) * 0.5 * (1 + math.cos(math.pi * share))
 
 
-def _step(config: TrainConfig, position: LrPosition) -> float:
-    epoch, epochs = position.step // position.steps_per_epoch, parse_step_epochs(config.lr_step_epochs)
-    drops = epoch // epochs[0] if len(epochs) == 1 else sum(epoch >= drop for drop in epochs)
-    return config.lr_gamma**drops
+class LrSchedule:
+    """The learning rates of a training, a pure function of its flags and the saved `Progress`."""
 
+    def __init__(self, config: TrainConfig, steps_per_epoch: int) -> None:
+        self._scheduler = config.lr_scheduler
+        self._highest = highest_learning_rate(config)
+        self._lowest_share = config.min_lr / self._highest
+        self._steps_per_epoch = steps_per_epoch
+        self._total_steps = steps_per_epoch * config.epochs
+        self._warmup_steps = min(round(config.warmup_epochs * steps_per_epoch), self._total_steps)
+        self._step_epochs = parse_step_epochs(config.lr_step_epochs)
+        self._gamma = config.lr_gamma
 
-def _one_cycle(_config: TrainConfig, position: LrPosition) -> float:
-    """Return the share of the highest rate as in two-phase OneCycleLR. Smith and Topin, "Super-convergence" (2018)."""
-    top, last = max(0, position.warmup_steps - 1), max(1, position.total_steps - 1)
-    if position.step < top:
-        return _cosine(_ONE_CYCLE_FIRST, 1.0, position.step / top)
-    return _cosine(1.0, _ONE_CYCLE_FIRST * _ONE_CYCLE_LAST, (position.step - top) / max(1, last - top))
+    def rate(self, progress: Progress) -> float:
+        """Return the next step's learning rate, after a linear warm-up. One-cycle has its own warm-up."""
+        highest = self._highest * progress.lr_factor
+        if progress.step < self._warmup_steps and self._scheduler != "one-cycle":
+            return highest * (progress.step + 1) / self._warmup_steps
+        return highest * self._share(progress.step)
 
+    def _share(self, step: int) -> float:
+        """Return the learning rate after `step` steps as a share of the highest one."""
+        match self._scheduler:
+            case "cosine":  # Loshchilov and Hutter, "SGDR" (2017), without restarts
+                done = (step - self._warmup_steps) / max(1, self._total_steps - self._warmup_steps)
+                return _cosine(1.0, self._lowest_share, done)
+            case "step":
+                epoch = step // self._steps_per_epoch
+                every, *more = self._step_epochs
+                drops = sum(epoch >= drop for drop in self._step_epochs) if more else epoch // every
+                return self._gamma**drops
+            case "one-cycle":
+                return self._one_cycle(step)
+            case "plateau" | "constant":  # `follow_plateau` lowers the learning rate through Progress.lr_factor
+                return 1.0
 
-# Each function returns the learning rate as a share of the highest one. Keys: training.config.train_config.LrScheduler.
-# "cosine" is Loshchilov and Hutter, "SGDR" (2017), without restarts.
-SCHEDULES: dict[str, Callable[[TrainConfig, LrPosition], float]] = {
-    "cosine": lambda config, position: _cosine(1.0, config.min_lr / highest_learning_rate(config), position.share),
-    "step": _step,
-    "one-cycle": _one_cycle,
-    # `follow_plateau` lowers the learning rate through Progress.lr_factor.
-    "plateau": lambda *_: 1.0,
-    "constant": lambda *_: 1.0,
-}
-
-
-def learning_rate(config: TrainConfig, progress: Progress, steps_per_epoch: int) -> float:
-    """Return the next step's learning rate, by the schedule after a linear warm-up. One-cycle has its own warm-up."""
-    total_steps, step = steps_per_epoch * config.epochs, progress.step
-    warmup_steps = min(round(config.warmup_epochs * steps_per_epoch), total_steps)
-    highest = highest_learning_rate(config) * progress.lr_factor
-    if step < warmup_steps and config.lr_scheduler != "one-cycle":
-        return highest * (step + 1) / warmup_steps
-    position = LrPosition(step, warmup_steps, steps_per_epoch, total_steps)
-    return highest * SCHEDULES[config.lr_scheduler](config, position)
+    def _one_cycle(self, step: int) -> float:
+        """Return the share as in two-phase OneCycleLR. Smith and Topin, "Super-convergence" (2018)."""
+        top = max(0, self._warmup_steps - 1)
+        last = max(1, self._total_steps - 1)
+        if step < top:
+            return _cosine(_ONE_CYCLE_FIRST, 1.0, step / top)
+        return _cosine(1.0, _ONE_CYCLE_FIRST * _ONE_CYCLE_LAST, (step - top) / max(1, last - top))
 
 
 def follow_plateau(config: TrainConfig, progress: Progress, val_loss: float) -> None:

@@ -63,7 +63,7 @@ def run_preflight(group: ProcessGroup, fault: Fault = NO_FAULT) -> PreflightRepo
     began = time.monotonic()
     falsify = fault.inject("preflight", 0, group.rank)
     problem = ""
-    computed = wait_while_busy(group.device, lambda: list(_computations(group.device, falsify=falsify)))
+    computed = wait_while_busy(lambda: list(_computations(group.device, falsify=falsify)))
     for what, wrong, total in computed:
         if wrong and not problem:
             problem = f"{_describe_device(group)} computes wrongly: {wrong} of {total} elements of {what} are wrong"

@@ -40,25 +40,25 @@ class Recomputation:
         run_dir = self._context.run_dir
         refresh_nfs_cache(run_dir.path)  # rank 0 has written the file seconds ago
         try:
-            found = json.loads(run_dir.diverged.read_text())
+            divergence = json.loads(run_dir.diverged.read_text())
         except (FileNotFoundError, ValueError):
             return
-        is_complete = isinstance(found, dict) and found.keys() >= _FIELDS and isinstance(found["step"], int)
-        if is_complete and found.items() >= self._conditions.items() and found["step"] > step:
-            self._suspect = found
+        if not isinstance(divergence, dict) or not divergence.keys() >= _FIELDS:
+            return
+        if divergence.items() >= self._conditions.items() and divergence["step"] > step:
+            self._suspect = divergence
 
     def passed(self, step: int) -> None:
         """Judge the rank that was the first, if the loss is finite up to `step`.
 
-        Raises:
-            BadNodeError: this rank has computed the step wrongly at the first time.
+        Raises BadNodeError if this rank has computed the step wrongly at the first time.
         """
-        found = self._suspect
-        if found is None or step < found["step"]:
+        suspect = self._suspect
+        if suspect is None or step < suspect["step"]:
             return
         self._suspect = None
-        if (found["rank"], found["host"]) == (self._group.rank, socket.gethostname()):
+        if (suspect["rank"], suspect["host"]) == (self._group.rank, socket.gethostname()):
             raise BadNodeError(
-                f"rank {found['rank']} probably computes wrongly: its loss in step {found['step']} was {found['loss']},"
-                " and finite when the step was repeated"
+                f"rank {suspect['rank']} probably computes wrongly: its loss in step {suspect['step']} was "
+                f"{suspect['loss']}, and finite when the step was repeated"
             )

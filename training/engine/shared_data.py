@@ -23,15 +23,14 @@ def user_paths(context: RunContext) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        given = spec_of(context.run_dir).get("data") or context.config.data
-        raise UserError(str(error).replace(context.config.data, given)) from error
+        typed = spec_of(context.run_dir).get("data") or context.config.data
+        raise UserError(str(error).replace(context.config.data, typed)) from error
 
 
 def shared_file_index(context: RunContext, group: ProcessGroup, layout: DataLayout | None) -> bytes:
     """Return rank 0's index of an image folder on every rank, or no bytes for other data. All ranks must call this.
 
-    Raises:
-        SharedError: rank 0 cannot read the folder.
+    Raises SharedError if rank 0 cannot read the folder.
     """
     file_index = b""
     with group.raise_on_all_ranks():
@@ -53,15 +52,13 @@ def loader_workers(config: TrainConfig, data: Data, group: ProcessGroup) -> int:
 def check_same(data: Data, group: ProcessGroup) -> None:
     """Check that all ranks have the same images and labels. All ranks must call this.
 
-    For an image folder, all ranks use rank 0's index. A file that another node lacks is noticed when it is read.
-
-    Raises:
-        SharedError: a rank has other data.
+    For an image folder, all ranks use rank 0's index. A file that another node lacks is noticed when it is read. Raises
+    SharedError if a rank has other data.
     """
-    found = group.all_gather_json([len(data.train), data.fingerprint])
-    other = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None)
+    data_of_ranks = group.all_gather_json([len(data.train), data.fingerprint])
+    other = next((rank for rank, theirs in enumerate(data_of_ranks) if theirs != data_of_ranks[0]), None)
     if other is not None:
         raise SharedError(
-            f"--data differs between nodes: rank 0 has {found[0][0]} training images, rank {other} has "
-            f"{found[other][0]}, or their names or labels differ: stage the data again"
+            f"--data differs between nodes: rank 0 has {data_of_ranks[0][0]} training images, rank {other} has "
+            f"{data_of_ranks[other][0]}, or their names or labels differ: stage the data again"
         )

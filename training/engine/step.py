@@ -9,13 +9,13 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from training.checkpoint.state import TrainState
-from training.config.image_sizes import size_in_epoch, training_sizes
+from training.config.train_config import size_in_epoch, training_sizes
 from training.data.batch_schedule import BatchSchedule, split_range
 from training.data.loader import Batch
 from training.data.transforms.mixup import Mixup, draw_mix, mix_images, mix_labels
 from training.engine.loss import Loss
 from training.engine.loss_meter import LossMeter
-from training.engine.optim import learning_rate, set_learning_rate
+from training.engine.optim import LrSchedule, set_learning_rate
 from training.models.factory import Preprocess, autocast, set_train_mode
 from training.models.parallel import compiler_error, wrap_for_training
 from training.runtime.counter_rng import Purpose, derive_key
@@ -37,9 +37,16 @@ class Stepper:
         preprocess: Preprocess,
         loss: Loss,
     ) -> None:
-        self.config, self.schedule, self.group, self.state = context.config, schedule, group, state
-        self.preprocess, self.loss, self.fault, self.heartbeat = preprocess, loss, context.fault, context.heartbeat
+        self.config = context.config
+        self.schedule = schedule
+        self.group = group
+        self.state = state
+        self.preprocess = preprocess
+        self.loss = loss
+        self.fault = context.fault
+        self.heartbeat = context.heartbeat
         self.size = preprocess.size
+        self.lr_schedule = LrSchedule(context.config, schedule.steps_per_epoch)
         self.wrapped = wrap_for_training(state.model, self.config, group)
         self.unrepeatable: list[str] = []
         """Names of the model's operations that have no deterministic kernel on this device; `warm_up` finds them."""
@@ -49,9 +56,7 @@ class Stepper:
 
         After its first backward pass, DDP rebuilds its buckets, and then sums in another order if there are three or
         more ranks. These passes are no steps, so all steps of a resumed run sum in the order of an uninterrupted one.
-
-        Raises:
-            SharedError: the model needs more images per rank, cannot be compiled, or lacks a deterministic kernel.
+        Raises SharedError if the model needs more images per rank, cannot be compiled, or lacks a deterministic kernel.
         """
         model = self.state.model
         set_train_mode(model)
@@ -80,7 +85,8 @@ class Stepper:
                 raise SharedError(f"--compile does not work here: {reason}") from error
             if not (operation := operation_without_kernel(str(error))):
                 raise
-            mode, other = self.config.deterministic, "warn" if self.config.deterministic == "error" else "off"
+            mode = self.config.deterministic
+            other = "warn" if self.config.deterministic == "error" else "off"
             raise SharedError(
                 f"--deterministic {mode} does not work with {self.config.model} here: {operation} has no deterministic "
                 f"kernel: use --deterministic {other}"
@@ -103,7 +109,7 @@ class Stepper:
         # Set the mode only after an evaluation: to visit all modules takes half a millisecond.
         if not state.model.training:
             set_train_mode(state.model)
-        set_learning_rate(optimizer, learning_rate(config, progress, self.schedule.steps_per_epoch))
+        set_learning_rate(optimizer, self.lr_schedule.rate(progress))
         size = size_in_epoch(config, self.size, progress.epoch)
         if size != self.preprocess.size:
             self.preprocess = replace(self.preprocess, size=size)

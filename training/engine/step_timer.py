@@ -73,11 +73,11 @@ class StepTimer:
         while self._unread:
             wall, loading, forwards = self._unread[0]
             seconds = [_seconds_between(start, end) for start, end in forwards]
-            known = [value for value in seconds if value is not None]
-            if len(known) < len(seconds):
+            measured = [value for value in seconds if value is not None]
+            if len(measured) < len(seconds):
                 break
             self._unread.popleft()
-            self._recent.append((wall, loading + sum(known)))
+            self._recent.append((wall, loading + sum(measured)))
         if self._recent:
             walls, busies = zip(*self._recent, strict=True)
             self._heartbeat.step_seconds, self._heartbeat.busy_seconds = fmean(walls), fmean(busies)

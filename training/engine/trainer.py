@@ -24,7 +24,7 @@ from training.checkpoint.state import TrainState, identity
 from training.config.rules import without_effect
 from training.config.train_config import TrainConfig, highest_learning_rate, samples_per_group
 from training.data.batch_schedule import BatchSchedule, make_schedule
-from training.data.dataset import Data, dark_source, empty_classes
+from training.data.dataset import Data, empty_classes
 from training.data.loader import load_device_batches
 from training.engine.corrupt_images import CorruptImages
 from training.engine.early_stopping import MAX_HOURS, PATIENCE, EarlyStopping, out_of_patience
@@ -32,7 +32,6 @@ from training.engine.loss import Loss
 from training.engine.loss_meter import DivergedError, LossMeter, Totals
 from training.engine.optim import follow_plateau, make_optimizer
 from training.engine.recomputation import Recomputation
-from training.engine.shared_data import user_paths
 from training.engine.step import Stepper
 from training.engine.step_timer import StepTimer
 from training.evaluation.evaluator import Evaluator
@@ -62,7 +61,8 @@ class Trainer:
     ) -> None:
         config = context.config
         self.config, self.context, self.group, self.data, self.workers = config, context, group, data, workers
-        self.heartbeat, self.console = context.heartbeat, Console(enabled=group.is_rank_zero)
+        self.heartbeat = context.heartbeat
+        self.console = Console(enabled=group.is_rank_zero)
         model = place_model(model, config, group)
         with group.raise_on_all_ranks():
             self.logger = RunLogger(context.run_dir, context.attempt, self.console, writes=group.is_rank_zero)
@@ -133,13 +133,11 @@ class Trainer:
                 self.save_and_stop(request)
         except (TorchrelayError, KeyboardInterrupt) as error:
             if isinstance(error, DivergedError):
-                found = self.recomputation.describe(error)
-                self.logger.record_divergence(found, self.schedule.batch(error.step), self.data.train)
+                divergence = self.recomputation.describe(error)
+                self.logger.record_divergence(divergence, self.schedule.batch(error.step), self.data.train)
             # Wait for the writers only after expected errors: other exceptions may come from a writer itself.
             self.finish_writing()
             raise
-        finally:
-            self.console.stop()
         self.finish_writing()
         self.stop_consensus.wait()
 
@@ -161,7 +159,8 @@ class Trainer:
             self.recomputation.begin(self.state.progress.step)
         self.early_stopping.start_clock()
         restore_seconds = time.monotonic() - began
-        progress, started = self.state.progress, self.context.started
+        progress = self.state.progress
+        started = self.context.started
         self.logger.resume(progress)
         event = TrainStarted(
             step=progress.step,
@@ -180,11 +179,8 @@ class Trainer:
         origin = f"resuming from {restored.source} {restored.path.name}" if restored else "starting"
         self.console.print(f"{origin}: {describe(self.config, self.data, self.schedule, self.group, self.state.model)}")
         self.report_numerics(progress.step)
-        with self.group.raise_on_all_ranks(), user_paths(self.context):
-            dark = dark_source(self.data.train) if self.group.is_rank_zero else []
-        for warning in (*without_effect(self.config), *empty_classes(self.data), *dark):
+        for warning in (*without_effect(self.config), *empty_classes(self.data)):
             self.console.warn(warning)
-        self.console.start(progress.step, self.schedule.total_steps)
         self.heartbeat.beat("start", progress.step)
 
     def report_numerics(self, step: int) -> None:
@@ -236,7 +232,6 @@ class Trainer:
                 if progress.step == first:
                     group.wait_for_device()
                     self.logger.event(FirstStep(step=first))
-                self.console.step(progress.step)
                 self.log_if_due()
                 epoch_ended = progress.samples_seen == 0
                 if epoch_ended:
@@ -249,10 +244,10 @@ class Trainer:
     def agree(self) -> StepFlags:
         """Exchange flags with the other ranks, and return the flags agreed on at the previous exchange.
 
-        Raises:
-            StopRequested: a rank received a signal.
+        Raises StopRequested if a rank received a signal.
         """
-        is_rank_zero, steps_left = self.group.is_rank_zero, self.schedule.total_steps - self.state.progress.step
+        is_rank_zero = self.group.is_rank_zero
+        steps_left = self.schedule.total_steps - self.state.progress.step
         snapshot_due = is_rank_zero and self.saver.snapshot_is_due(self.stop_consensus.interval)
         agreed = self.stop_consensus.exchange(
             StepFlags(
@@ -281,8 +276,7 @@ class Trainer:
     def check_loss(self, *, now: bool = False) -> None:
         """Check the loss of the last logged step. If `now`, wait for the device, and check the loss of this step, too.
 
-        Raises:
-            DivergedError: the loss is not finite.
+        Raises DivergedError if the loss is not finite.
         """
         if totals := self.totals:
             self.totals = None
@@ -314,19 +308,21 @@ class Trainer:
         self.saver.finish()
         self.logger.wait_for_metrics()
         self.logger.wait()
-        step, seconds = self.state.progress.step, round(time.monotonic() - requested_at, 3)
+        step = self.state.progress.step
+        seconds = round(time.monotonic() - requested_at, 3)
         self.logger.event(TrainStopped(step=step, signal=request.name, seconds=seconds))
         self.console.print(f"stopped by {request.name} after step {step}")
 
     def log_if_due(self) -> None:
         """Log the mean metrics since the last line, every --log-every steps and at the end of an epoch."""
-        step, meter = self.state.progress.step, self.loss_meter
+        step = self.state.progress.step
+        meter = self.loss_meter
         if step % self.config.log_every and self.state.progress.samples_seen:
             return
         speed = meter.images_per_second()
         self.totals = meter.totals(step)
         self.state.progress.logged_step = step
-        known = {
+        record = {
             "lr": float(self.state.optimizer.param_groups[0]["lr"]),
             "images_per_second": round(speed, 1),
             "world_size": self.group.world_size,
@@ -334,26 +330,27 @@ class Trainer:
             "memory_bytes": self.group.used_memory,
             **self.allreduce(self.schedule.batch_size / speed),
         }
-        self.logger.log_later(partial(self.log, self.totals, known))
+        self.logger.log_later(partial(self.log, self.totals, record))
         meter.restart()
 
-    def log(self, totals: Totals, known: dict[str, Any]) -> None:
-        """Wait for the device, and log the metrics of a step. Runs in the logger's thread."""
+    def log(self, totals: Totals, record: dict[str, Any]) -> None:
+        """Wait for the device, and log `record` and the means of a step. Runs in the logger's thread."""
         if (means := totals.means()) is None:
             return
-        step, total_steps, speed = totals.step, self.schedule.total_steps, known["images_per_second"]
+        step, total_steps = totals.step, self.schedule.total_steps
+        speed = record["images_per_second"]
         epoch = (step - 1) // self.schedule.steps_per_epoch + 1
         measured = {
             "loss": round(means.loss, 6),
             "accuracy": round(means.accuracy, 6),
             "data_wait_share": round(means.data_wait_share, 4),
         }
-        self.logger.log_metrics({"step": step, "epoch": epoch, **measured, **known})
+        self.logger.log_metrics({"step": step, "epoch": epoch, **measured, **record})
         seconds_left = round((total_steps - step) * self.schedule.batch_size / max(speed, 0.1))
-        self.console.metrics(
-            f"epoch {epoch}/{self.config.epochs} step {step}/{total_steps}",
-            f"loss {means.loss:.3f} lr {known['lr']:.4f} {speed:.0f} img/s, {means.data_wait_share:.0%} waiting for "
-            f"data, {known['memory_bytes'] / 2**30:.2f} GiB, eta {seconds_left // 60}:{seconds_left % 60:02d}",
+        self.console.print(
+            f"epoch {epoch}/{self.config.epochs} step {step}/{total_steps} loss {means.loss:.3f} "
+            f"lr {record['lr']:.4f} {speed:.0f} img/s, {means.data_wait_share:.0%} waiting for data, "
+            f"{record['memory_bytes'] / 2**30:.2f} GiB, eta {seconds_left // 60}:{seconds_left % 60:02d}"
         )
 
     def allreduce(self, step_seconds: float) -> dict[str, float]:

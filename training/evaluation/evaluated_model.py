@@ -13,10 +13,9 @@ from torchrelay.saving.restoring import read_state
 from hpc.base.errors import UserError
 from hpc.run.rundir import MODEL_CARD, MODEL_WEIGHTS
 from training.config.train_config import TrainConfig
-from training.inference.exported_model import FORMATS as EXPORTS
-from training.inference.exported_model import Classify, load_exported
+from training.inference.exported_model import FORMATS, Classify, load_exported
 from training.inference.model_card import ModelCard, read_card
-from training.models.factory import FORMATS, Preprocess, build_model, first_line
+from training.models.factory import Preprocess, build_model, first_line, per_channel
 from training.models.parallel import load_full_state_dict, place_model
 from training.runtime.process_group import ProcessGroup
 
@@ -54,24 +53,24 @@ class ExportedClassifier(nn.Module):
 def load_model(directory: Path, config: TrainConfig, group: ProcessGroup) -> EvaluatedModel:
     """Load the model in the directory that `hpc evaluate` has filled. All ranks must call this.
 
-    Raises:
-        SharedError: on all ranks, if a file is damaged, or a rank's node lacks a package.
+    Raises SharedError on all ranks, if a file is damaged, or a rank's node lacks a package.
     """
     with group.raise_on_all_ranks():
-        for kind in EXPORTS.values():
+        for kind in FORMATS.values():
             for path in directory.glob(f"*{kind.suffix}"):
                 card, classify = load_exported(path, kind)
-                return _exported(card, ExportedClassifier(classify, group.device), config)
+                return EvaluatedModel(
+                    card=card,
+                    config=replace(_as_trained(config, card), amp="none", strategy="ddp"),
+                    model=ExportedClassifier(classify, group.device),
+                    preprocess=lambda images: images,
+                    takes_any_size=False,
+                )
         card = read_card((directory / MODEL_CARD).read_text(encoding="utf-8"), str(directory / MODEL_CARD))
         weights = _read_weights(directory)
-        made = card.config()
-        built = replace(
-            _as_trained(config, card),
-            model=made.model,
-            head_hidden=made.head_hidden,
-            weights=made.weights,
-            amp=made.amp,
-        )
+        trained = card.config()
+        same = {name: getattr(trained, name) for name in ("model", "head_hidden", "weights", "amp")}
+        built = replace(_as_trained(config, card), **same)
         model = build_model(built, classes=len(card.classes), channels=card.channels, size=card.size)
     model = place_model(model, built, group)
     with group.raise_on_all_ranks():
@@ -79,31 +78,16 @@ def load_model(directory: Path, config: TrainConfig, group: ProcessGroup) -> Eva
             load_full_state_dict(model, weights.items(), sharded=built.strategy == "fsdp")
         except RuntimeError as error:
             raise UserError(f"the weights in {directory} are not those of {card.model}: {first_line(error)}") from error
-    mean, std = (torch.tensor(values, device=group.device)[:, None, None] for values in (card.mean, card.std))
     preprocess = Preprocess(
-        mean=mean,
-        std=std,
-        channels=card.channels,
-        size=card.size,
-        interpolation=card.interpolation,
-        memory_format=FORMATS[built.memory_format],
-    )
+        mean=per_channel(card.mean, group.device), std=per_channel(card.std, group.device),
+        channels=card.channels, size=card.size, interpolation=card.interpolation,
+    )  # fmt: skip
     return EvaluatedModel(card=card, config=built, model=model, preprocess=preprocess, takes_any_size=True)
 
 
 def _as_trained(config: TrainConfig, card: ModelCard) -> TrainConfig:
     """Return the flags with the training's batch size, which limits evaluation batches and so affects the last bits."""
     return replace(config, batch_size=card.made_from.get("config", {}).get("batch_size", config.batch_size))
-
-
-def _exported(card: ModelCard, model: ExportedClassifier, config: TrainConfig) -> EvaluatedModel:
-    return EvaluatedModel(
-        card=card,
-        config=replace(_as_trained(config, card), amp="none", strategy="ddp"),
-        model=model,
-        preprocess=lambda images: images,
-        takes_any_size=False,
-    )
 
 
 def _read_weights(directory: Path) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ import csv
 import io
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +17,7 @@ from training.data.batch_schedule import BatchRequest
 from training.data.loader import ImageSource
 from training.evaluation.evaluator import Evaluation
 
-Record = Mapping[str, Any]
-
 _CLASS_COLUMNS = ("class", "images", "correct", "accuracy", "precision", "f1", "most confused with", "times")
-_HISTORY_COLUMNS = (
-    *("epoch", "step", "train_loss", "lr", "train_seconds", "images_per_second", "data_wait_share"),
-    *("val_loss", "val_accuracy", "val_top5_accuracy", "val_seconds"),
-)
 _SAMPLES = 12
 # Pixels, enough to recognize a photograph; all samples together take less than a megabyte.
 _MAX_SIDE = 96
@@ -63,36 +57,6 @@ def classes_csv(labels: Tensor, predicted: Tensor, classes: tuple[str, ...]) -> 
     return _csv(_CLASS_COLUMNS, rows)
 
 
-def history_csv(train: Iterable[Record], evaluations: Iterable[Record]) -> str:
-    """Return a row for each epoch, from the lines of `metrics/train.jsonl` and `metrics/eval.jsonl`."""
-    epochs: dict[int, list[Record]] = {}
-    for record in train:
-        epochs.setdefault(record["epoch"], []).append(record)
-    validations = {record["epoch"]: record for record in evaluations if record["split"] == "val"}
-    rows = []
-    last: Record = {"step": 0, "train_seconds": 0.0}
-    for epoch, records in epochs.items():
-        # Each line has the means over the steps since the previous line. An epoch's last line is at its end.
-        pairs = list(zip([last, *records], records, strict=False))
-        steps = [record["step"] - before["step"] for before, record in pairs]
-        # The seconds do not include saves and validations, since train_seconds does not.
-        seconds = [record["train_seconds"] - before["train_seconds"] for before, record in pairs]
-        total_seconds = max(sum(seconds), 1e-9)
-        last = records[-1]
-        means = (
-            round(_dot(records, "images_per_second", seconds) / total_seconds, 1),
-            round(_dot(records, "data_wait_share", seconds) / total_seconds, 4),
-        )
-        loss = round(_dot(records, "loss", steps) / sum(steps), 6)
-        validation = [validations.get(epoch, {}).get(name) for name in ("loss", "accuracy", "top5_accuracy", "seconds")]
-        rows.append([epoch, last["step"], loss, last["lr"], round(sum(seconds), 3), *means, *validation])
-    return _csv(_HISTORY_COLUMNS, rows)
-
-
-def _dot(records: Sequence[Record], name: str, weights: Sequence[float]) -> float:
-    return sum(float(record[name]) * weight for record, weight in zip(records, weights, strict=True))
-
-
 def _share(part: int, whole: int) -> str:
     return f"{part / whole:.6f}" if whole else ""
 
@@ -107,10 +71,8 @@ def _csv(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 def samples_json(source: ImageSource, test: Evaluation, classes: Sequence[str]) -> str:
     """Return, as JSON, images spread evenly over the test set (`even`), and the most confident errors (`mistake`).
 
-    The choice depends on the model alone, not on the number of ranks.
-
-    Raises:
-        UserError: this node cannot read the images.
+    The choice depends on the model alone, not on the number of ranks. Raises UserError if this node cannot read the
+    images.
     """
     readable = sorted(set(range(len(source.labels))) - set(test.corrupt))
     count = min(_SAMPLES, len(readable))

@@ -25,7 +25,9 @@ def spec_of(run: RunDir) -> dict[str, Any]:
 
 def made_from(context: RunContext, data: Data, group: ProcessGroup) -> dict[str, Any]:
     """Return everything on which the model depends, ready for JSON. Unknown values are None."""
-    run, spec, revision = context.run_dir, spec_of(context.run_dir), None
+    run = context.run_dir
+    spec = spec_of(context.run_dir)
+    revision = None
     # A training that was started by hand has no copy of the code.
     with suppress(OSError):
         revision = run.revision.read_text().strip() if run.spec.exists() else git_revision(Path.cwd())

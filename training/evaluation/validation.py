@@ -13,15 +13,14 @@ from typing import Any
 from torch import Tensor
 
 from hpc.base.errors import UserError
-from hpc.base.files import read_json_lines
 from hpc.run.events.kinds import TrainCompleted
-from hpc.run.rundir import CLASSES, CONFUSION, HISTORY, MODEL_CARD, SAMPLES
+from hpc.run.rundir import CLASSES, CONFUSION, MODEL_CARD, SAMPLES
 from training.checkpoint.state import TrainState
 from training.config.train_config import TrainConfig, highest_learning_rate
 from training.data.dataset import Data, check_corrupt_limit
 from training.data.loader import ImageSource
 from training.evaluation.evaluator import Evaluation, Evaluator
-from training.evaluation.final_files import classes_csv, confusion_csv, history_csv, samples_json
+from training.evaluation.final_files import classes_csv, confusion_csv, samples_json
 from training.evaluation.provenance import made_from
 from training.inference.model_card import make_card
 from training.models.factory import Preprocess
@@ -150,13 +149,9 @@ class Validator:
 
     def final_files(self, test: Evaluation | None) -> dict[str, bytes]:
         """Return the tables and samples for `final/` by file name, or an empty dict on ranks other than 0."""
-        if not self.evaluator.group.is_rank_zero:
+        if test is None or self.data.test is None or not self.evaluator.group.is_rank_zero:
             return {}
-        run, classes = self.context.run_dir, self.data.classes
-        self.logger.wait_for_metrics()
-        texts = {HISTORY: history_csv(*map(read_json_lines, (run.train_metrics, run.eval_metrics)))}
-        if test and self.data.test is not None:
-            texts |= tables_of(self.data.test, test, classes, self.logger)
+        texts = tables_of(self.data.test, test, self.data.classes, self.logger)
         return {name: text.encode() for name, text in texts.items()}
 
 
@@ -170,8 +165,7 @@ def evaluate_and_log(
 ) -> Evaluation:
     """Evaluate a model, and log and print the result for `split`. `model_after` is the model's step and epoch.
 
-    Raises:
-        SharedError: more images are corrupt than --max-corrupt-images allows.
+    Raises SharedError if more images are corrupt than --max-corrupt-images allows.
     """
     began, console, (step, epoch) = time.monotonic(), logger.console, model_after
     result = evaluator.evaluate(source, before_batch)

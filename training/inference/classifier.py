@@ -46,18 +46,14 @@ class Classifier(nn.Module):
 
 
 def find_model(name: str) -> Path:
-    """Return the directory of a model: the given directory, or `final/` of a run, or else its `best/`.
-
-    Raises:
-        UserError: none of these directories holds a model.
-    """
-    given = Path(name).expanduser()
-    run = RunDir(given if given.exists() or given.is_absolute() else Path("runs") / given)
+    """Return a model's directory: the given one, `final/` of a run, or its `best/`. Raises UserError if none is."""
+    path = Path(name).expanduser()
+    run = RunDir(path if path.exists() or path.is_absolute() else Path("runs") / path)
     for directory in (run.path, run.final, run.best):
         if (directory / MODEL_CARD).is_file():
             return directory
     raise UserError(
-        f"there is no model in {given}: give a run that has validated or is complete, its final/ or best/ directory, "
+        f"there is no model in {path}: give a run that has validated or is complete, its final/ or best/ directory, "
         "or an exported file"
     )
 
@@ -65,8 +61,7 @@ def find_model(name: str) -> Path:
 def load_classifier(directory: Path) -> Classifier:
     """Load the model in a directory with `model.json` and `model.safetensors`, in evaluation mode on the CPU.
 
-    Raises:
-        UserError: the files are damaged, or do not belong together.
+    Raises UserError if the files are damaged, or do not belong together.
     """
     path = directory / MODEL_WEIGHTS
     try:

@@ -63,7 +63,8 @@ def export(options: ExportOptions) -> str:
         UserError: an option cannot work.
         TorchrelayError: the exporter fails, the exported model's results differ, or the file cannot be written.
     """
-    kind, output = FORMATS.get(options.format), options.output.expanduser()
+    kind = FORMATS.get(options.format)
+    output = options.output.expanduser()
     if kind is None:
         raise UserError(f"--format is {options.format!r}: use one of {', '.join(FORMATS)}")
     require_packages(kind)
@@ -96,13 +97,12 @@ def export(options: ExportOptions) -> str:
     )
 
 
-def comparison_images(card: ModelCard, given: str | None) -> tuple[str, Tensor]:
+def comparison_images(card: ModelCard, typed: str | None) -> tuple[str, Tensor]:
     """Return name and up to 64 images (uint8 [n, *card.image_shape]) of the model's test, validation or training set.
 
-    Raises:
-        UserError: the data set is missing, or is not the model's.
+    Raises UserError if the data set is missing, or is not the model's.
     """
-    name = given or card.made_from["data"]["path"]
+    name = typed or card.made_from["data"]["path"]
     if not name:
         raise UserError("the model was trained on synthetic images: give --data, for the comparison with the file")
     try:
@@ -113,7 +113,7 @@ def comparison_images(card: ModelCard, given: str | None) -> tuple[str, Tensor]:
     if (data.channels, *data.shape) != card.image_shape or data.classes != card.classes:
         raise UserError(f"--data is {name}, whose images or classes are not the model's: give the model's data set")
     splits: dict[str, ImageSource | None] = {"the test set": data.test, "the validation set": data.val}
-    split, source = next(((split, each) for split, each in splits.items() if each), ("the training set", data.train))
+    split, source = next(((split, part) for split, part in splits.items() if part), ("the training set", data.train))
     indices = range(0, len(source), max(1, len(source) // _IMAGES))[:_IMAGES]
     return split, source[BatchRequest(indices=tuple(indices), epoch=None)].images
 

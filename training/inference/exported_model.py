@@ -119,22 +119,14 @@ FORMATS = {
 
 
 def require_packages(kind: Format) -> None:
-    """Check that the packages of a format are installed.
-
-    Raises:
-        UserError: a package is missing. The message says what to type.
-    """
+    """Raise UserError, which says what to type, if a package of the format is not installed."""
     missing = [name for name in kind.packages if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"{kind.suffix} files need {', '.join(missing)}: type {pip_install(*kind.packages)}")
 
 
 def load_exported(path: Path, kind: Format) -> tuple[ModelCard, Classify]:
-    """Return the model card and the model in an exported file.
-
-    Raises:
-        UserError: a package is missing, or the file cannot be read or has no model card.
-    """
+    """Return the card and the model in an exported file. Raises UserError if it, or a package, is unusable."""
     require_packages(kind)
     try:
         text, classify = kind.load(path.read_bytes())

@@ -56,7 +56,8 @@ class ModelCard:
     def preprocessing(self) -> list[str]:
         """The steps to prepare an image, for people who implement them elsewhere."""
         channels, height, width = self.image_shape
-        side, shorter = self.size, CenterCrop(size=(height, width), crop_pct=self.crop_pct).shorter_side
+        side = self.size
+        shorter = CenterCrop(size=(height, width), crop_pct=self.crop_pct).shorter_side
         scaled = (
             [f"scale to {side} x {side} pixels ({self.interpolation}, antialiased)"]
             if (height, width) != (side, side)
@@ -98,11 +99,7 @@ def make_card(config: TrainConfig, data: Data, preprocess: Preprocess, made_from
 
 
 def read_card(text: str, source: str) -> ModelCard:
-    """Return the card in `text`, the content of `model.json`. `source` names the file in errors.
-
-    Raises:
-        UserError: the card is damaged, or from another version.
-    """
+    """Return the card in `text`. Raises UserError, which names `source`, if it is damaged or of another version."""
     try:
         content = json.loads(text)
         values = {field.name: content[field.name] for field in fields(ModelCard) if field.name in content}

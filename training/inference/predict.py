@@ -25,7 +25,7 @@ from hpc.base.errors import UserError
 from hpc.base.flags import Flag
 from hpc.base.text import csv_cell, file_name, visible
 from training.config.class_directories import is_ignored, is_image
-from training.data.image_folder import as_rgb, dark_images, decode_image, with_image
+from training.data.image_folder import as_rgb, decode_image, with_image
 from training.data.transforms.crop import CenterCrop
 from training.inference.classifier import find_model, load_classifier
 from training.inference.exported_model import FORMATS, Classify, load_exported
@@ -70,25 +70,21 @@ def main() -> int:
     options = program.parse(PredictOptions, sys.argv[1:], program.called("training.inference.predict"))
     predictions = predict(options)
     if options.json:
-        program.print_json([_record(each) for each in predictions])
+        program.print_json([_record(prediction) for prediction in predictions])
     elif options.csv:
         _print_csv(predictions, options.top)
     else:
         _print_table(predictions)
-    readable = [each.path for each in predictions if not each.error]
-    for warning in dark_images(readable.__getitem__, len(readable)):
-        print(visible(f"warning: {warning}"), file=sys.stderr)
-    unreadable = [each for each in predictions if each.error]
-    for each in unreadable:
-        print(visible(f"warning: {each.path} cannot be read: {each.error}"), file=sys.stderr)
+    unreadable = [prediction for prediction in predictions if prediction.error]
+    for prediction in unreadable:
+        print(visible(f"warning: {prediction.path} cannot be read: {prediction.error}"), file=sys.stderr)
     return 1 if unreadable else 0
 
 
 def predict(options: PredictOptions) -> list[Prediction]:
     """Return the prediction for each image, in the order of `find_images`.
 
-    Raises:
-        UserError: an option cannot work, the model does not exist, or it takes neither gray nor color images.
+    Raises UserError if an option cannot work, the model does not exist, or it takes neither gray nor color images.
     """
     if options.json and options.csv:
         raise UserError("--json and --csv exclude each other: use one of them")
@@ -116,13 +112,12 @@ def predict(options: PredictOptions) -> list[Prediction]:
     return predictions
 
 
-def find_images(given: Sequence[Path]) -> Iterator[Path]:
+def find_images(paths: Sequence[Path]) -> Iterator[Path]:
     """Yield the given files, and for each given directory the images in and below it, sorted by name.
 
-    Raises:
-        UserError: a directory has no images.
+    Raises UserError if a directory has no images.
     """
-    for path in given:
+    for path in paths:
         if not path.is_dir():
             yield path
             continue
@@ -136,11 +131,7 @@ def find_images(given: Sequence[Path]) -> Iterator[Path]:
 
 
 def load(model: str) -> tuple[ModelCard, Classify]:
-    """Return the card and the model of a run, or of an exported file.
-
-    Raises:
-        UserError: the model does not exist, or cannot be loaded.
-    """
+    """Return card and model of a run or an exported file. Raises UserError if it cannot be loaded."""
     path = Path(model).expanduser()
     if not path.is_file():
         classifier = load_classifier(find_model(model))
@@ -199,13 +190,13 @@ def _record(prediction: Prediction) -> dict[str, Any]:
 
 
 def _print_csv(predictions: Sequence[Prediction], top: int) -> None:
-    columns = max([1, *(len(each.top) for each in predictions)])
+    columns = max([1, *(len(prediction.top) for prediction in predictions)])
     more = [f"{word}_{number}" for number in range(2, min(top, columns) + 1) for word in ("class", "probability")]
     writer = csv.writer(sys.stdout)
     writer.writerow(["path", "class", "probability", *more, "error"])
-    for each in predictions:
-        cells = [cell for name, value in each.top for cell in (name, f"{value:.6f}")]
-        row = [file_name(str(each.path)), *cells, *[""] * (2 * columns - len(cells)), each.error]
+    for prediction in predictions:
+        cells = [cell for name, value in prediction.top for cell in (name, f"{value:.6f}")]
+        row = [file_name(str(prediction.path)), *cells, *[""] * (2 * columns - len(cells)), prediction.error]
         writer.writerow(map(csv_cell, row))
 
 
@@ -213,9 +204,9 @@ def _print_table(predictions: Sequence[Prediction]) -> None:
     table = Table(box=None, header_style="bold")
     for column in ("image", "class", "probability"):
         table.add_column(column, justify="right" if column == "probability" else "left", overflow="fold")
-    for each in predictions:
-        for number, (name, value) in enumerate(each.top):
-            table.add_row("" if number else Text(visible(str(each.path))), Text(visible(name)), f"{value:.2%}")
+    for prediction in predictions:
+        for number, (name, value) in enumerate(prediction.top):
+            table.add_row("" if number else Text(visible(str(prediction.path))), Text(visible(name)), f"{value:.2%}")
     if table.rows:
         Console().print(table)
 

@@ -45,10 +45,10 @@ def depths(model: nn.Module) -> dict[str, int]:
         if any(parameter.dim() > 1 and parameter not in of_last_layers for parameter in block.parameters()):
             block_of.update(dict.fromkeys(block.parameters(), block))
     block_of |= of_last_layers
-    found: dict[str, int] = {}
+    depth_of: dict[str, int] = {}
     begun: list[nn.Module] = []
     for name, parameter in model.named_parameters():
         if parameter in block_of and block_of[parameter] not in begun[-1:]:
             begun.append(block_of[parameter])
-        found[name] = max(len(begun) - 1, 0)
-    return found
+        depth_of[name] = max(len(begun) - 1, 0)
+    return depth_of

@@ -30,7 +30,8 @@ def kept_code(context: RunContext, group: ProcessGroup) -> Iterator[None]:
 
     It changes nothing if the user has chosen torch's directory, or if torch could not compile into the run's.
     """
-    here, kept = _directory(context), context.run_dir.compiled / _conditions(context, group)
+    here = _directory(context)
+    kept = context.run_dir.compiled / _conditions(context, group)
     if here is not None:
         os.environ[_DIRECTORY] = str(here)
         if group.rank_info.local_rank == 0 and kept.is_dir():

@@ -34,4 +34,4 @@ class Ema:
 
 
 def _unzip(pairs: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
-    return [one for one, _ in pairs], [other for _, other in pairs]
+    return [average for average, _ in pairs], [value for _, value in pairs]

@@ -2,9 +2,10 @@
 
 The head is the model's children that hold the last layers; the other children are the backbone.
 
-torchvision is imported only for its own models: the import takes two seconds on every rank.
+torchvision and timm are imported only for their own models: the imports take seconds on every rank.
 """
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -14,15 +15,12 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn import functional
 
-from hpc.base.errors import UserError
+from hpc.base.errors import UserError, need_package
 from hpc.base.text import flag
-from training.config.image_sizes import training_sizes
 from training.config.model_names import OWN_MODELS, SMALL_CNN, TIMM
-from training.config.train_config import Interpolation, TrainConfig
+from training.config.train_config import Interpolation, TrainConfig, training_sizes
 from training.models.small_models import SmallResNet, small_cnn
 from training.runtime.counter_rng import Purpose, derive_key
-
-FORMATS = {"channels-last": torch.channels_last, "contiguous": torch.contiguous_format}
 
 _DTYPES = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Errors that models raise for images of a size that they do not take.
@@ -36,8 +34,6 @@ def input_size(config: TrainConfig, native: int | None) -> int:
     if config.model in OWN_MODELS:
         return native or (64 if config.model == SMALL_CNN else 32)
     if config.model.startswith(TIMM):
-        from training.models.timm_models import timm_settings  # noqa: PLC0415  # takes seconds
-
         return int(timm_settings(config.model).input_size[-1])
     return 299 if config.model == "inception_v3" else 224
 
@@ -51,8 +47,6 @@ def normalization(model: str) -> tuple[tuple[float, ...], tuple[float, ...]] | N
     """Return the mean and standard deviation for normalizing a timm model's inputs; None for other models."""
     if not model.startswith(TIMM):
         return None
-    from training.models.timm_models import timm_settings  # noqa: PLC0415  # takes seconds
-
     settings = timm_settings(model)
     return tuple(settings.mean), tuple(settings.std)
 
@@ -60,8 +54,7 @@ def normalization(model: str) -> tuple[tuple[float, ...], tuple[float, ...]] | N
 def build_model(config: TrainConfig, *, classes: int, channels: int, size: int) -> nn.Module:
     """Return a model with random weights from the seed, and a frozen backbone if the flags ask for it.
 
-    Raises:
-        UserError: the model does not take images of this size, or a flag does not fit the model.
+    Raises UserError if the model does not take images of this size, or a flag does not fit the model.
     """
     torch.manual_seed(derive_key(config.seed, Purpose.WEIGHTS))
     try:
@@ -73,8 +66,6 @@ def build_model(config: TrainConfig, *, classes: int, channels: int, size: int) 
             f"--image-size is {size}, which {config.model} does not take ({first_line(error)}): use another"
         ) from error
     _check_other_sizes(model, config, channels, size)
-    if config.drop_path is not None and not config.model.startswith(TIMM):
-        set_drop_path(model, config.drop_path, config.model)
     if config.head_hidden:
         add_hidden_layer(model, config.head_hidden)
     if config.freeze_backbone:
@@ -84,15 +75,13 @@ def build_model(config: TrainConfig, *, classes: int, channels: int, size: int) 
     if config.weights and hasattr(model, "transform_input"):
         # torchvision's pretrained GoogLeNet and Inception need another normalization: make them convert to it.
         vars(model)["transform_input"] = True
-    return model.to(memory_format=FORMATS[config.memory_format])
+    return model.to(memory_format=torch.channels_last)
 
 
 def _construct(config: TrainConfig, classes: int, channels: int, size: int) -> nn.Module:
     name = config.model
     if name.startswith(TIMM):
-        from training.models.timm_models import build_timm_model  # noqa: PLC0415  # takes seconds
-
-        return build_timm_model(name, classes, size, config.drop_path)
+        return _construct_timm(name, classes, size)
     if name == SMALL_CNN:
         return small_cnn(classes, channels, size)
     if name in OWN_MODELS:
@@ -111,12 +100,32 @@ def _construct(config: TrainConfig, classes: int, channels: int, size: int) -> n
     return make(name, weights=None, num_classes=classes, **arguments)
 
 
-def _check_other_sizes(model: nn.Module, config: TrainConfig, channels: int, size: int) -> None:
-    """Check that a model for images of `size` also takes those of earlier epochs and of evaluations.
+def timm_settings(model: str) -> Any:
+    """Return timm's settings (PretrainedCfg) of `timm:NAME` or `timm:NAME.TAG`. Raises UserError if there are none."""
+    need_package("timm", "timm", f"--model {model}")
+    timm = importlib.import_module("timm")
+    try:
+        settings = timm.get_pretrained_cfg(model.removeprefix(TIMM))
+    except RuntimeError as error:
+        raise UserError(f"--model is {model!r}, which timm does not have ({error}): use another") from error
+    if settings is None:
+        raise UserError(f"--model is {model!r}, for which timm has no settings: use another")
+    return settings
 
-    Raises:
-        UserError: says what to use instead.
-    """
+
+def _construct_timm(model: str, classes: int, size: int) -> nn.Module:
+    settings = timm_settings(model)
+    native = settings.input_size[-1]
+    sizes = {"img_size": size} if settings.fixed_input_size and size != native else {}
+    timm = importlib.import_module("timm")
+    try:
+        return timm.create_model(model.removeprefix(TIMM), num_classes=classes, **sizes)  # type: ignore[no-any-return]
+    except TypeError as error:
+        raise ValueError(f"it takes {native} pixels") from error
+
+
+def _check_other_sizes(model: nn.Module, config: TrainConfig, channels: int, size: int) -> None:
+    """Raise UserError if a model for images of `size` does not take those of earlier epochs or of evaluations."""
     if config.initial_image_size is not None and config.initial_image_size >= size:
         raise UserError(
             f"--initial-image-size is {config.initial_image_size}, but --image-size is {size}: use a smaller one, or "
@@ -160,8 +169,8 @@ def last_layer_names(model: nn.Module) -> tuple[str, ...]:
         )
     # SqueezeNet ends with a convolution.
     kinds = (nn.Linear, nn.Conv2d)
-    found = [[name for name, module in model.named_modules() if isinstance(module, kind)] for kind in kinds]
-    return ((found[0] or found[1])[-1],)
+    layers = [[name for name, module in model.named_modules() if isinstance(module, kind)] for kind in kinds]
+    return ((layers[0] or layers[1])[-1],)
 
 
 def head_names(model: nn.Module) -> set[str]:
@@ -170,11 +179,7 @@ def head_names(model: nn.Module) -> set[str]:
 
 
 def add_hidden_layer(model: nn.Module, width: int) -> None:
-    """Insert a hidden layer of `width` units before each last layer.
-
-    Raises:
-        UserError: a last layer is a convolution.
-    """
+    """Insert a hidden layer before each last layer. Raises UserError if a last layer is a convolution."""
     for name in last_layer_names(model):
         last = model.get_submodule(name)
         if not isinstance(last, nn.Linear):
@@ -184,27 +189,6 @@ def add_hidden_layer(model: nn.Module, width: int) -> None:
         model.set_submodule(name, nn.Sequential(first, nn.ReLU(), second))
 
 
-def no_stochastic_depth(rate: float | None, model: str) -> UserError:
-    """Return the error for --drop-path if the model has no stochastic depth."""
-    return UserError(f"--drop-path is {rate}, but {model} has no stochastic depth: leave it out")
-
-
-def set_drop_path(model: nn.Module, rate: float, name: str) -> None:
-    """Set the last block's rate of stochastic depth, and scale the rates of earlier blocks in proportion.
-
-    Huang, Sun, Liu, Sedra and Weinberger, "Deep networks with stochastic depth" (2016).
-
-    Raises:
-        UserError: the model has no stochastic depth.
-    """
-    parts: list[Any] = [module for module in model.modules() if type(module).__name__ == "StochasticDepth"]
-    if not parts:
-        raise no_stochastic_depth(rate, name)
-    highest = max(part.p for part in parts)
-    for part in parts:
-        part.p = part.p / highest * rate
-
-
 def set_train_mode(model: nn.Module) -> None:
     """Call `model.train()`, but not for frozen children, whose batch statistics must not change."""
     model.train()
@@ -212,6 +196,11 @@ def set_train_mode(model: nn.Module) -> None:
         parameters = list(part.parameters())
         if parameters and not any(parameter.requires_grad for parameter in parameters):
             part.eval()
+
+
+def per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return a value for each channel, such as its mean, as a tensor that images can be divided by."""
+    return torch.tensor(values, device=device)[:, None, None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +213,6 @@ class Preprocess:
     channels: int
     size: int
     interpolation: Interpolation = "bilinear"
-    memory_format: torch.memory_format = torch.channels_last
 
     def __call__(self, images: Tensor) -> Tensor:
         """Turn uint8 [n, c, h, w] into float [n, channels, size, size]. A single channel is repeated."""
@@ -233,8 +221,8 @@ class Preprocess:
         if values.shape[2:] != (self.size, self.size):
             values = functional.interpolate(values, (self.size, self.size), mode=self.interpolation, antialias=True)
         values = values.expand(-1, self.channels, -1, -1)
-        values = values.contiguous(memory_format=self.memory_format)
-        if self.channels == 1 and self.memory_format == torch.channels_last:
+        values = values.contiguous(memory_format=torch.channels_last)
+        if self.channels == 1:
             # Images of one channel have both memory formats at once, so torch does not change their strides. On a GPU,
             # the gradient of the first weights then has other strides than DDP's buckets: DDP warns, and copies it.
             values = values.as_strided(values.shape, (self.size**2, 1, self.size, 1))
@@ -247,7 +235,7 @@ class Preprocess:
         if values.is_contiguous(memory_format=torch.channels_last):
             # A row of pixels is one vector for the CPU; with a vector per pixel, it takes 3 times as long.
             values = values.permute(0, 2, 3, 1).view(count, height, width * channels)
-            mean, std = (each.flatten().repeat(width) for each in (mean, std))
+            mean, std = (statistic.flatten().repeat(width) for statistic in (mean, std))
         values.div_(255).sub_(mean).div_(std)
 
 

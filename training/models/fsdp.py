@@ -25,10 +25,8 @@ _MIN_WEIGHTS = 2**15
 def shard(model: nn.Module, config: TrainConfig, group: ProcessGroup) -> nn.Module:
     """Shard the model in place: this rank keeps its rows of every parameter, on its device.
 
-    Blocks are moved to the device and sharded one at a time, so the device never holds the whole model.
-
-    Raises:
-        SharedError: --fsdp-sharding is hybrid, and the nodes have different numbers of ranks.
+    Blocks are moved to the device and sharded one at a time, so the device never holds the whole model. Raises
+    SharedError if --fsdp-sharding is hybrid, and the nodes have different numbers of ranks.
     """
     # FSDP shards rows, and takes only contiguous tensors.
     model.to(memory_format=torch.contiguous_format)
@@ -66,8 +64,8 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     Blocks are the members of Sequentials and lists, and the model's children. A block's children are not sharded on
     their own, because some blocks, such as attention, use their children's weights without calling the children.
     """
-    found = [*row_members(model), *(child for child in model.children() if not is_row(child))]
-    large = [part for part in dict.fromkeys(found) if sum(map(torch.numel, part.parameters())) >= _MIN_WEIGHTS]
+    candidates = [*row_members(model), *(child for child in model.children() if not is_row(child))]
+    large = [part for part in dict.fromkeys(candidates) if sum(map(torch.numel, part.parameters())) >= _MIN_WEIGHTS]
     return [part for part in large if not isinstance(part, FSDPModule)]
 
 

@@ -45,11 +45,9 @@ def wrap_for_training(
 ) -> "DistributedDataParallel | FsdpModel":
     """Wrap the model in DDP, or in `FsdpModel` if FSDP has sharded it.
 
-    In training, each rank has its own batch statistics; saved states and evaluations use rank 0's. Gradients are
-    views of DDP's buckets, which saves a copy of all gradients.
-
-    Raises:
-        SharedError: --checkpoint-activations is on, but the model has no blocks.
+    In training, each rank has its own batch statistics; saved states and evaluations use rank 0's. Gradients are views
+    of DDP's buckets, which saves a copy of all gradients. Raises SharedError if --checkpoint-activations is on, but the
+    model has no blocks.
     """
     if config.checkpoint_activations and not checkpoint_activations(model):
         raise SharedError(f"--checkpoint-activations finds no blocks to recompute in {config.model}: leave it out")
@@ -59,7 +57,7 @@ def wrap_for_training(
         return FsdpModel(model, group, syncs_buffers=has_other_buffers(model))
     if config.compile:
         compile_training(model, group.cores, repeatable=config.deterministic != "off")
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=config.static_graph)
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     # The constructor's argument has different names in torch 2.11 and 2.15.
     ddp.broadcast_buffers = has_other_buffers(model)
     # To measure a step, the host waits for the GPU's previous step, so measure rarely.
@@ -116,9 +114,8 @@ def load_full_state_dict(
     """Load full tensors, which every rank must have, into a model. Unless `strict`, some may be missing.
 
     This replaces `nn.Module.load_state_dict`, which fails for torchvision's MNASNet because files lack its version.
-
-    Raises:
-        RuntimeError: the model has no tensor of a name and shape or, if `strict`, a tensor of the model is missing.
+    Raises RuntimeError if the model has no tensor of a name and shape or, if `strict`, a tensor of the model is
+    missing.
     """
     own = model.state_dict()
     missing = set(own)

@@ -171,15 +171,15 @@ class RunLogger:
             self.console.warn(f"TensorBoard's file cannot be written ({error}): the training continues without it")
             self._tensorboard_works = False
 
-    def record_divergence(self, found: dict[str, Any], indices: list[int], source: ImageSource) -> None:
+    def record_divergence(self, divergence: dict[str, Any], indices: list[int], source: ImageSource) -> None:
         """Write the first step whose loss is not finite (training.engine.recomputation) and its images."""
         if not self._writes:
             return
-        step = found["step"]
-        self.event(Diverged(step=step, loss=found["loss"], rank=found["rank"]))
+        step = divergence["step"]
+        self.event(Diverged(step=step, loss=divergence["loss"], rank=divergence["rank"]))
         images = [source.name(index) for index in indices]
         try:
-            write_json(self._run_dir.diverged, {**found, "indices": indices, "images": images})
+            write_json(self._run_dir.diverged, {**divergence, "indices": indices, "images": images})
         except OSError as error:
             self.console.warn(f"{self._run_dir.diverged} cannot be written ({error})")
         else:

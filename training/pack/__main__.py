@@ -31,7 +31,6 @@ from hpc.run.nodedir import open_lock, try_lock
 from training.config.dataset_layout import check_classes, check_data, find_data
 from training.config.packed_index import INDEX, PackedFile, PackedPart, PackIndex, read_index, write_index
 from training.data.file_index import build_index
-from training.data.image_folder import dark_images
 from training.data.worker_process import die_with_parent
 from training.pack.split_writer import CHANNELS, SplitWriter, has_records, pack_splits, pixels_sha256
 
@@ -109,8 +108,7 @@ def _npy(array: np.ndarray) -> bytes:
 def list_images(src: Path, dst: Path, size: int) -> tuple[PackIndex, dict[str, np.ndarray]]:
     """Return the index without the files of pixels, and the arrays of labels and names by file name.
 
-    Raises:
-        UserError: SRC is not an image folder, a directory in it cannot be read, or DST is inside SRC.
+    Raises UserError if SRC is not an image folder, a directory in it cannot be read, or DST is inside SRC.
     """
     if not src.is_dir():
         raise UserError(f"SRC is {src}, which is not a directory: give the image folder")
@@ -172,9 +170,6 @@ def pack(options: PackOptions, workers: int) -> None:
                 f"{directory.parent} has {free // 2**20} MB free, and the packed images need {needed // 2**20} MB: "
                 "free some space, use a smaller --size, or give another DST"
             )
-        for split in splits:
-            for warning in dark_images(split.path_of, len(split.names)):
-                print(visible(f"warning: {warning}"), flush=True)
         pack_splits(splits, pool, workers)
         for name, array in tables.items():
             write_atomic(directory / name, _npy(array))
@@ -255,20 +250,16 @@ def _explained(directory: Path) -> Iterator[None]:
 
 
 def verify(dst: Path, workers: int) -> None:
-    """Compare the files of a packed data set with their checksums.
-
-    Raises:
-        UserError: DST is not a packed data set, or a file is damaged.
-    """
+    """Compare the files of packed data with their checksums. Raises UserError if one is damaged."""
     if check_data(dst).kind != "packed":
         raise UserError(f"{dst} is not a packed data set: give one that hpc pack made")
     index = read_index(dst)
     with _pool(workers) as pool:
         for part in index.parts:
-            found = {file.name: sha256_of(dst / file.name) for file in (part.labels, part.names)}
-            found[part.pixels.name] = pixels_sha256(dst / part.pixels.name, part.images, pool)
+            digests = {file.name: sha256_of(dst / file.name) for file in (part.labels, part.names)}
+            digests[part.pixels.name] = pixels_sha256(dst / part.pixels.name, part.images, pool)
             for file in part.files:
-                if found[file.name] != file.sha256:
+                if digests[file.name] != file.sha256:
                     raise UserError(f"{dst / file.name} does not have its checksum: copy it again, or pack again")
     print(f"{dst}: all {len(list(index.files))} files have their checksums")
 

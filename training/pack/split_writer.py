@@ -92,15 +92,14 @@ def _existing(path: Path) -> np.memmap | None:
 
 def has_records(directory: Path) -> bool:
     """Return whether a directory has a record of a packed image."""
-    found = (_existing(path) for path in directory.glob(".*-records.npy"))
-    return any(records is not None and records["state"].any() for records in found)
+    arrays = (_existing(path) for path in directory.glob(".*-records.npy"))
+    return any(records is not None and records["state"].any() for records in arrays)
 
 
 def pack_splits(splits: Sequence[SplitWriter], pool: ProcessPoolExecutor, workers: int) -> None:
     """Pack all images that have no record, or whose files have changed since their record.
 
-    Raises:
-        OSError: an image cannot be read, or the disk is full.
+    Raises OSError if an image cannot be read, or the disk is full.
     """
     total, before = sum(len(split.names) for split in splits), sum(split.done for split in splits)
     if before:

@@ -33,7 +33,8 @@ class CoreShare:
 
 def bind_to_cores(device: torch.device, rank_info: RankInfo) -> CoreShare:
     """Bind this process, and all that it starts later, to the cores of `choose_cores`, and return them."""
-    allowed, ranks = frozenset(os.sched_getaffinity(0)), rank_info.local_world_size
+    allowed = frozenset(os.sched_getaffinity(0))
+    ranks = rank_info.local_world_size
     # A rank that sees only its own GPU does not know which cores the other ranks use.
     sees_all = device.type == "cuda" and torch.version.cuda is not None and torch.cuda.device_count() == ranks
     share = choose_cores(allowed, [_pci_address(index) for index in range(ranks)] if sees_all else [], rank_info)

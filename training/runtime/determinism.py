@@ -85,8 +85,8 @@ def watch_operations() -> Iterator[list[str]]:
 
 def operation_without_kernel(text: str) -> str:
     """Return the operation that has no deterministic kernel according to torch's message `text`, or an empty text."""
-    before, found, _ = text.partition(f" {_NO_KERNEL}")
-    return before.split()[-1] if found else ""
+    before, separator, _ = text.partition(f" {_NO_KERNEL}")
+    return before.split()[-1] if separator else ""
 
 
 class Numerics:

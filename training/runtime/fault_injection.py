@@ -82,8 +82,7 @@ NO_FAULT = Fault(point="", step=0, rank=-1)
 def parse_fault(text: str) -> Fault:
     """Parse `POINT@STEP:RANK`, or `POINT@STEP:RANK!` for a fault at every start. An empty text means no fault.
 
-    Raises:
-        UserError: the text has another form.
+    Raises UserError if the text has another form.
     """
     if not text:
         return NO_FAULT

@@ -54,7 +54,9 @@ class _Members:
 
     def __init__(self, number: int) -> None:
         self._lock = threading.Lock()
-        self._generations, self._ended, self._master = [0] * number, set[int](), ("", 0)
+        self._generations = [0] * number
+        self._ended = set[int]()
+        self._master = ("", 0)
 
     def take(self, report: dict[str, Any]) -> dict[str, Any]:
         """Keep a member's report, and return the answer. Raises DecodeError if it is not a valid report."""
@@ -72,8 +74,8 @@ class _Members:
             if node == 0:
                 self._master = report["master"]
             return {
-                "arrived": sum(each >= generation for each in self._generations),
-                "waiting": sum(each > generation for each in self._generations),
+                "arrived": sum(reached >= generation for reached in self._generations),
+                "waiting": sum(reached > generation for reached in self._generations),
                 "ended": len(self._ended),
                 "master": self._master,
             }
@@ -94,7 +96,9 @@ class NodeRendezvous(RendezvousHandler):
         self._ports = port_range(parameters.get("ports", ""))
         host, _, port = parameters.endpoint.rpartition(":")
         self._endpoint = host.strip("[]"), int(port)
-        self._generation, self._ended, self._master = 0, False, ("", 0)
+        self._generation = 0
+        self._ended = False
+        self._master = ("", 0)
         self._poll_seconds = max(_POLL_SECONDS, _POLL_SECONDS_PER_NODE * self._num_nodes)
         self._next_look = 0.0
         self._next_start = 0.0
@@ -117,8 +121,7 @@ class NodeRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait until all members have called this as often as this one, and return the master address for new ranks.
 
-        Raises:
-            RendezvousError: a member has ended, or has not called this within ten minutes.
+        Raises RendezvousError if a member has ended, or has not called this within ten minutes.
         """
         self._generation += 1
         if self._node == 0:

@@ -1,6 +1,5 @@
 """Connects the ranks; owns their collectives and the errors that all ranks raise. Runs on every rank."""
 
-import ctypes
 import json
 import os
 import socket
@@ -10,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor, distributed
@@ -29,8 +27,6 @@ from training.runtime.run_context import RankInfo
 # A rank that has not answered for this long is taken for dead.
 _TIMEOUT = timedelta(minutes=10)
 _WATCHED_TIMEOUT = timedelta(days=1)
-# The log level of errors in c10.
-_ERROR = 2
 # Pauses between two tries to reach rank 0's store. They grow, so that many ranks do not flood it.
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.01, 0.25
 
@@ -88,8 +84,8 @@ class ProcessGroup(RankGroup):
         All ranks must iterate to the end. A tensor keeps up to 64 MB of others in memory: to keep a tensor, copy it.
         """
         is_source = self.rank == source
-        found = {name: (str(value.dtype), list(value.shape)) for name, value in tensors.items()}
-        text = self.broadcast_bytes(json.dumps(found).encode() if is_source else None, source)
+        described = {name: (str(value.dtype), list(value.shape)) for name, value in tensors.items()}
+        text = self.broadcast_bytes(json.dumps(described).encode() if is_source else None, source)
         shapes = {name: (dtype_named(kind), tuple(shape)) for name, (kind, shape) in json.loads(text).items()}
         yield from self.broadcast_each(shapes, tensors.__getitem__, source)
 
@@ -101,8 +97,7 @@ class ProcessGroup(RankGroup):
     def raise_on_all_ranks(self) -> Iterator[None]:
         """Make all ranks raise if the `with` block raises UserError on any rank. All ranks must enter the block.
 
-        Raises:
-            SharedError: with the message of the first rank that failed.
+        Raises SharedError with the message of the first rank that failed.
         """
         problem = None
         try:
@@ -126,7 +121,7 @@ def connect(rank_info: RankInfo, *, watched: bool = False) -> ProcessGroup:
     Raises:
         BadNodeError: this node has fewer GPUs than ranks, or torch cannot use them.
         UserError: a node with several ranks has MIG instances, or each of several nodes has fewer GPUs than ranks.
-        TorchrelayError: another node has too few GPUs, or the driver accepts only new processes.
+        TorchrelayError: another node has too few GPUs.
     """
     timeout = _WATCHED_TIMEOUT if watched else _TIMEOUT
     # A single rank without torchrun has a store in its own memory.
@@ -134,12 +129,11 @@ def connect(rank_info: RankInfo, *, watched: bool = False) -> ProcessGroup:
     if "MASTER_ADDR" in os.environ:
         if not rank_info.is_rank_zero:
             _wait_for_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-        with _without_warnings():
-            store, _, _ = next(rendezvous("env://", timeout=_TIMEOUT))
+        store, _, _ = next(rendezvous("env://", timeout=_TIMEOUT))
     device = find_device(rank_info, store)
     gpu = device if device.type == "cuda" else None
     if gpu:
-        wait_while_busy(gpu, partial(occupy, gpu))
+        wait_while_busy(partial(occupy, gpu))
     # Bind before gloo and NCCL start their threads.
     cores = bind_to_cores(device, rank_info).per_rank
     distributed.init_process_group(
@@ -153,31 +147,10 @@ def connect(rank_info: RankInfo, *, watched: bool = False) -> ProcessGroup:
     )  # fmt: skip
 
 
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Make torch's C++ code log only errors, unless the user has set its log level.
-
-    If no DNS server answers, torch's client warns at each start, in each rank's log, that rank 0's IPv6 address has no
-    name. No error is lost: a client that cannot connect raises one.
-    """
-    try:
-        library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libc10.so"))
-        level = ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
-    except (OSError, ValueError):
-        level = None  # this torch lacks the variable, so its warnings stay
-    if level is None or "TORCH_CPP_LOG_LEVEL" in os.environ:
-        yield
-        return
-    before, level.value = level.value, max(level.value, _ERROR)
-    try:
-        yield
-    finally:
-        level.value = before
-
-
 def _wait_for_store(address: str, port: int) -> None:
     """Wait until rank 0 listens, with pauses shorter than the 0.4 s and more of torch's client (seen in torch 2.15)."""
-    deadline, pause = time.monotonic() + _TIMEOUT.total_seconds(), _FIRST_PAUSE_SECONDS
+    deadline = time.monotonic() + _TIMEOUT.total_seconds()
+    pause = _FIRST_PAUSE_SECONDS
     while time.monotonic() < deadline:
         try:
             socket.create_connection((address, port), timeout=5.0).close()

@@ -15,7 +15,6 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # exported, b
 from hpc.base.errors import BadNodeError, TorchrelayError, UserError
 from hpc.run.causes import is_device_failure
 from hpc.run.device_choice import must_use_gpu
-from training.runtime.busy_gpu import driver_recovers, passes
 from training.runtime.run_context import RankInfo
 
 # A rank that has not answered for this long is taken for dead.
@@ -65,7 +64,8 @@ class HostValues:
     """Copies a tensor, float [n], from the device to the host in the background."""
 
     def __init__(self, values: Tensor) -> None:
-        self._values, self._copied = values, None
+        self._values = values
+        self._copied = None
         if values.is_cuda:
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._values.copy_(values, non_blocking=True)
@@ -95,7 +95,7 @@ def find_device(rank_info: RankInfo, store: Store) -> torch.device:
     Raises:
         BadNodeError: this node has fewer GPUs than ranks, or torch cannot use GPUs that were asked for.
         UserError: this rank needs a second MIG instance, but a process sees only one; or `choose_device` raised it.
-        TorchrelayError: another node has too few GPUs, or the driver accepts only new processes.
+        TorchrelayError: another node has too few GPUs.
     """
     usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
@@ -105,11 +105,6 @@ def find_device(rank_info: RankInfo, store: Store) -> torch.device:
     # Without a node agent, the user names GPUs in CUDA_VISIBLE_DEVICES. A testbed names fake GPUs, and has no driver.
     named = bool(visible) and _NVIDIA_DRIVER.exists()
     problem = why_no_gpu() if not usable and (named or must_use_gpu(os.environ)) else ""
-    if passes(problem) and driver_recovers(problem):
-        raise TorchrelayError(
-            f"the GPU driver of {platform.node()} refused this process, but accepts new ones: Torchrelay restarts the "
-            "ranks of a run; in other cases, type the command again"
-        )
     return choose_device(rank_info, store, usable, problem)
 
 

@@ -93,11 +93,7 @@ def main() -> int:
 
 
 def verify(config: TrainConfig, sizes: list[int], cuts: int, directory: Path) -> bool:
-    """Train twice, compare the trainings, and return whether they are equal.
-
-    Raises:
-        TorchrelayError: a training failed.
-    """
+    """Train twice, and return whether the trainings are equal. Raises TorchrelayError if one failed."""
     prepare_server()
     same_size = len(set(sizes)) == 1
     config = replace(config, log_samples=config.log_samples or not same_size)
@@ -156,8 +152,7 @@ def draw_faults(
 def run_attempt(config: TrainConfig, run: RunDir, attempt: int, size: int, fault: Fault) -> bool:
     """Train until the end or the fault, and return whether the training has ended.
 
-    Raises:
-        TorchrelayError: the training failed in another way.
+    Raises TorchrelayError if the training failed in another way.
     """
     run.attempt_logs(attempt).mkdir(parents=True)
     log = run.attempt_logs(attempt) / "ranks.log"

@@ -1,8 +1,8 @@
 """Compares two finished trainings, and finds the first difference in each part. Needs no ranks."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,8 @@ from torchrelay.saving.restoring import read_state
 from hpc.base.files import read_json_lines
 from hpc.run.rundir import MODEL_WEIGHTS, RunDir
 
-_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 # Fields of records that describe an attempt and its speed, not the training.
-OF_THE_ATTEMPT = {"time", "attempt", "images_per_second", "train_seconds", "seconds"}
+OF_THE_ATTEMPT = {"time", "attempt", "images_per_second", "train_seconds", "spent_seconds", "seconds"}
 OF_THE_ATTEMPT |= {"data_wait_share", "memory_bytes", "allreduce_seconds", "allreduce_wait_share"}
 # Largest relative difference of losses that the order of float32 sums can cause in a training.
 _LOSS_TOLERANCE = 0.01
@@ -51,30 +50,17 @@ def compare_runs(one: RunDir, other: RunDir) -> list[ComparedPart]:
 
 
 def _states(one: Path, other: Path) -> Iterator[ComparedPart]:
-    """Yield the compared parts of two checkpoints."""
-    states = [read_state(path) for path in (one, other)]
-    tensors = [of_state for of_state, _ in states]
-    parts: dict[str, Callable[[str], bool]] = {
-        "weights": lambda key: key.startswith("model/") and not key.endswith(_STATISTICS),
-        "batch statistics": lambda key: key.startswith("model/") and key.endswith(_STATISTICS),
-        "moving average": lambda key: key.startswith("ema/"),
-        "optimizer": lambda key: key.startswith("optimizer/"),
-        "loss scale": lambda key: key.startswith("scaler/"),
-    }
-    for name, belongs in parts.items():
-        chosen = [{key: value for key, value in full.items() if belongs(key)} for full in tensors]
-        yield compare_tensors(name, *chosen)
-    values = [of_state["objects"] for _, of_state in states]
-    for part, full in zip(values, tensors, strict=True):
-        sums = {name: full[f"loss_meter/{name}"].item() for name in ("loss", "correct")}
-        part["loss_meter"] = _timeless(part["loss_meter"]) | sums
-    for name, key in (
-        ("learning rates", "optimizer"),
-        ("progress", "progress"),
-        ("loss meter", "loss_meter"),
-        ("corrupt images", "corrupt_images"),
-    ):
-        yield compare_values(name, [values[0][key]], [values[1][key]])
+    """Yield the compared parts of two checkpoints: the tensors and the other values of each object."""
+    (tensors, values), (other_tensors, other_values) = map(read_state, (one, other))
+    for key, value in values["objects"].items():
+        name = key.replace("_", " ")
+        both = (
+            {path: part for path, part in whole.items() if path.startswith(f"{key}/")}
+            for whole in (tensors, other_tensors)
+        )
+        part = compare_tensors(name, *both)
+        plain = compare_values(name, [_timeless(value)], [_timeless(other_values["objects"][key])])
+        yield plain if part.compared == "none" else replace(part, difference=part.difference or plain.difference)
 
 
 def _results(run: RunDir) -> list[Any]:
@@ -170,6 +156,6 @@ def samples_by_step(run: RunDir) -> dict[int, list[int]]:
     for path in sorted(run.sample_log(0, 0).parent.glob("*.jsonl")):
         attempt = path.name.partition("-rank-")[0]
         for line in read_json_lines(path):
-            known, indices = latest.get(line["step"], ("", []))
-            latest[line["step"]] = (attempt, (indices if known == attempt else []) + line["indices"])
+            latest_attempt, indices = latest.get(line["step"], ("", []))
+            latest[line["step"]] = (attempt, (indices if latest_attempt == attempt else []) + line["indices"])
     return {step: indices for step, (_, indices) in sorted(latest.items())}

@@ -49,7 +49,6 @@ _SAME_TRAINING = (
     "seed",
     "val_split",
     "strategy",
-    "memory_format",
     "deterministic",
     "tf32",
     "amp",

@@ -2,7 +2,6 @@
 
 import argparse
 import hashlib
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.trainings import Starter, final, make_idx
+from support.trainings import Starter, final
 from torch import Tensor, nn
 from torchrelay.checkpoint_files import list_checkpoints
 
@@ -281,12 +280,6 @@ def test_the_head_is_what_holds_the_last_layer(name: str, head: str, last: str) 
     assert (head_names(model), last_layer_names(model)) == ({head}, (last,))
 
 
-def test_a_head_may_have_one_more_layer(start: Starter) -> None:
-    found = final(start.complete(*FLAGS, "--head-hidden=5").run_dir)
-    assert found["fc.0.weight"].shape == (5, 64)
-    assert found["fc.2.weight"].shape == (3, 5)
-
-
 def test_a_head_that_is_a_convolution_gets_no_hidden_layer() -> None:
     with pytest.raises(UserError, match="--head-hidden is 5, but the last layer of this model is a Conv2d: use 0"):
         add_hidden_layer(nn.Sequential(nn.Conv2d(1, 1, 1)), 5)
@@ -315,11 +308,6 @@ def test_frozen_parameters_do_not_change_and_have_no_optimizer_state(start: Star
     }
 
 
-def test_freezing_needs_weights() -> None:
-    with pytest.raises(UserError, match="--freeze-backbone needs pretrained weights: give --weights"):
-        TrainConfig(data="x", freeze_backbone=True)
-
-
 # --- the small residual networks ---
 
 
@@ -331,10 +319,3 @@ def test_a_small_residual_network_has_the_layers_and_weights_of_the_paper(depth:
     assert len(layers) == depth
     assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6, 2) == weights
     assert model.eval()(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
-
-
-def test_small_residual_networks_do_not_resize_images_in_memory(start: Starter, tmp_path: Path) -> None:
-    start.data = make_idx(tmp_path / "odd", size=15)
-    run = start.complete("--model=resnet20", "--epochs=1", "--batch-size=40").run_dir
-    model_input = json.loads((run / "final" / "result.json").read_text())["input"]
-    assert (model_input["channels"], model_input["size"]) == (1, 15)

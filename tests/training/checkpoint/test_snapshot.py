@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 import stat
 import subprocess
 import sys
@@ -122,19 +121,6 @@ def test_a_state_restored_from_a_snapshot_is_soon_durable(start: Starter, cut: T
     resume(start, node, "--checkpoint-every=1h")
     first = events(cut.run_dir, "checkpoint_saved")[before]["step"]
     assert first - events(cut.run_dir, "train_started")[1]["step"] <= 1
-
-
-def stop_at_once() -> None:
-    """In a rank: receive SIGTERM before anything else."""
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def test_an_immediate_stop_saves_a_state_restored_from_a_snapshot(start: Starter, cut: Training, node: NodeDir) -> None:
-    training = start(*FLAGS, f"--node-dir={node.path}", world_size=2, prepare=stop_at_once)
-    assert training.wait() == [0, 0], training.output()
-    started, [stopped] = events(cut.run_dir, "train_started")[1], events(cut.run_dir, "train_stopped")
-    assert started["source"] == "snapshot"
-    assert step_of(list_checkpoints(cut.run_dir / "checkpoints")[0]) == stopped["step"] == started["step"] + 1
 
 
 def keep_snapshots(seconds: float) -> None:

@@ -90,13 +90,6 @@ def test_too_many_corrupt_images_in_a_row_end_it_with_the_name_of_the_first(data
     assert ask(source, 19).labels.tolist() == [2]
 
 
-def test_a_source_of_corrupt_images_alone_is_refused(data: Path) -> None:
-    for path in data.glob("*/*"):
-        spoil(path)
-    with pytest.raises(UserError, match=f"{data / 'green' / '0.jpg'} and the 26 images after it are corrupt"):
-        ask(load(data, val_split=0.0).train, 9)
-
-
 @pytest.mark.parametrize("trouble", ["No such file or directory", "Is a directory"])
 def test_a_file_that_this_node_cannot_read_is_no_corrupt_image(data: Path, trouble: str) -> None:
     source = load(data, val_split=0.0).train

@@ -64,13 +64,6 @@ def test_the_fingerprint_is_that_of_the_content(tmp_path: Path, packed_data: Pat
     assert load(same).fingerprint == load(packed_data).fingerprint != load(other).fingerprint
 
 
-def test_nothing_is_read_before_it_is_asked_for_nor_copied_into_memory(packed_data: Path) -> None:
-    mapped = f"{packed_data}/train-pixels.npy"
-    source = load(packed_data).train
-    assert mapped in Path("/proc/self/maps").read_text()
-    assert len(source) == COUNT
-
-
 def special(directory: Path) -> dict[str, Path]:
     """Images of kinds that are easily mistaken."""
     directory.mkdir(parents=True)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.trainings import Starter, agree_at_each_step, events, lines, make_folder, result, slow
 
 from hpc.base.errors import EXIT_DIVERGED
@@ -48,13 +47,6 @@ def test_a_training_that_does_not_improve_ends_and_is_complete(start: Starter) -
         in training.output()
     )
     assert events(training.run_dir, "train_completed")[0]["ended"] == "early_stopping"
-
-
-@pytest.mark.parametrize("flag", ["--early-stopping-patience=3", "--lr-scheduler=plateau"])
-def test_flags_that_need_a_validation_are_refused_without_one(start: Starter, flag: str) -> None:
-    training = start("--epochs=1", "--val-split=0", flag)
-    assert training.wait() == [2]
-    assert f"{flag.replace('=', ' ')} needs validation data, and there are none" in training.output()
 
 
 @pytest.mark.parametrize("flags", [("--early-stopping-patience=3",), ("--lr-scheduler=plateau",)])
@@ -175,31 +167,12 @@ def test_a_stop_in_the_last_step_of_an_epoch_starts_no_other_epoch_and_no_other_
 # --- a loss that is no number ---
 
 
-def spoil(step: int, rank: int) -> None:
-    """In a rank: the loss of a step is not a number."""
-    from training.engine.step import Stepper
-
-    loss = Stepper._loss  # noqa: SLF001
-
-    def spoilt_loss(stepper: Stepper, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        spoilt = stepper.state.progress.step + 1 == step and int(os.environ["RANK"]) == rank
-        value, correct = loss(stepper, *arguments)
-        return value * (float("nan") if spoilt else 1), correct
-
-    Stepper._loss = spoilt_loss  # type: ignore[method-assign]  # noqa: SLF001
-
-
-def spoil_and_agree(step: int, rank: int) -> None:
-    spoil(step, rank)
-    agree_at_each_step()
-
-
 @pytest.mark.parametrize(
     "flags", [("--log-every=9",), slow(("--log-every=50", "--checkpoint-every=8")), slow(("--grad-accum-steps=2",))]
 )
 def test_the_first_step_with_a_nan_loss_and_its_images_are_recorded(start: Starter, flags: tuple[str, ...]) -> None:
     flags = ("--epochs=3", "--batch-size=20", "--log-samples", *flags)
-    training = start(*flags, world_size=2, prepare=partial(spoil, 14, 1))
+    training = start(*flags, "--fault=loss@14:1", world_size=2)
     assert training.wait() == [EXIT_DIVERGED] * 2, training.output()
     assert "error: the loss is nan since step 14: the training has diverged, use a smaller --lr" in training.output()
     assert training.output().count("error: ") == 1
@@ -212,19 +185,10 @@ def test_the_first_step_with_a_nan_loss_and_its_images_are_recorded(start: Start
     assert events(training.run_dir, "diverged")[0]["step"] == 14
 
 
-def test_a_nan_loss_that_a_stop_comes_upon_is_recorded_too(start: Starter) -> None:
-    flags = ("--epochs=3", "--batch-size=20", "--log-every=50", "--fault=stop@10:0")
-    training = start(*flags, prepare=partial(spoil_and_agree, 11, 0))
-    assert training.wait() == [EXIT_DIVERGED], training.output()
-    assert "the loss is nan since step 11" in training.output()
-    assert json.loads((training.run_dir / "diverged.json").read_text())["step"] == 11
-    assert events(training.run_dir, "diverged")[0]["step"] == 11
-
-
 def test_the_step_with_a_nan_loss_is_right_in_a_resumed_attempt(start: Starter) -> None:
     flags = ("--epochs=3", "--batch-size=20", "--log-every=20")
     assert start(*flags, "--fault=stop@10:0", prepare=agree_at_each_step).wait() == [0]
-    training = start(*flags, prepare=partial(spoil, 13, 0))
+    training = start(*flags, "--fault=loss@13:0")
     assert training.wait() == [EXIT_DIVERGED]
     assert "the loss is nan since step 13" in training.output()
     # What was saved before is there, to go on from with other flags.

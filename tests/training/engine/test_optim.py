@@ -17,14 +17,13 @@ from torchvision import models
 
 from hpc.base.errors import UserError
 from training.config.rules import parse_step_epochs
-from training.config.train_config import LrScaling, LrScheduler, Optimizer, TrainConfig, highest_learning_rate
+from training.config.train_config import LrScheduler, Optimizer, TrainConfig
 from training.engine.optim import (
     OPTIMIZERS,
-    SCHEDULES,
+    LrSchedule,
     decayed_names,
     follow_plateau,
     layer_scales,
-    learning_rate,
     make_optimizer,
     set_learning_rate,
 )
@@ -36,7 +35,8 @@ EPOCH = 10
 def rates(**settings: object) -> list[float]:
     """The learning rates of all steps, with 10 steps an epoch."""
     config = TrainConfig(data="x", **{"lr": 0.4, "epochs": 10, "warmup_epochs": 0, **settings})  # type: ignore[arg-type]
-    return [learning_rate(config, Progress(step=step), EPOCH) for step in range(EPOCH * config.epochs)]
+    schedule = LrSchedule(config, EPOCH)
+    return [schedule.rate(Progress(step=step)) for step in range(EPOCH * config.epochs)]
 
 
 def rates_of_torch(make: Callable[[optim.Optimizer], lr_scheduler.LRScheduler], steps: int) -> list[float]:
@@ -47,13 +47,6 @@ def rates_of_torch(make: Callable[[optim.Optimizer], lr_scheduler.LRScheduler], 
         optimizer.step()
         scheduler.step()
     return found
-
-
-def test_every_name_has_an_implementation() -> None:
-    assert OPTIMIZERS.keys() == set(get_args(Optimizer))
-    assert SCHEDULES.keys() == set(get_args(LrScheduler))
-    assert [highest_learning_rate(TrainConfig(data="x", lr_scaling=name)) for name in get_args(LrScaling)]
-    assert [highest_learning_rate(TrainConfig(data="x", optimizer=name)) for name in get_args(Optimizer)]
 
 
 @pytest.mark.parametrize(
@@ -93,14 +86,6 @@ def test_a_cycle_of_any_warm_up_stays_within_its_bounds(settings: dict[str, obje
     assert 0 < min(found) < 0.02
 
 
-def test_the_learning_rate_rises_and_then_falls_to_zero() -> None:
-    found = rates(warmup_epochs=2)
-    assert found[60] == pytest.approx(0.2)
-    assert found[:20] == sorted(found[:20])
-    assert found[20:] == sorted(found[20:], reverse=True)
-    assert found[99] < 0.001
-
-
 @pytest.mark.parametrize(
     ("batch_size", "none", "sqrt", "linear"), [(256, 1, 1, 1), (1024, 1, 2, 4), (64, 1, 0.5, 0.25)]
 )
@@ -127,12 +112,6 @@ def test_the_default_rate_goes_with_the_batch_and_the_optimizer(settings: dict[s
     assert rates(lr=None, lr_scheduler="constant", **settings)[0] == pytest.approx(wanted)
 
 
-def test_the_rate_that_was_chosen_is_printed_at_the_start_and_reached(start: Starter) -> None:
-    training = start.complete("--epochs=2", "--batch-size=8", "--log-every=1")
-    assert "sgd with lr 0.0187," in training.output()
-    assert max(line["lr"] for line in lines(training.run_dir / "metrics" / "train.jsonl")) == 0.15 / 8
-
-
 # --- plateau ---
 
 LOSSES = [1.0, 0.9, 0.91, 0.92, 0.9, 0.89995, 0.8, 0.81, 0.82, 0.83, 0.84, 0.85, 0.86, 0.87, 0.5]
@@ -150,7 +129,7 @@ def test_plateau_is_that_of_torch_also_over_restarts(patience: int, losses: list
         progress = Progress(**json.loads(json.dumps(asdict(progress))))
         follow_plateau(config, progress, loss)
         reference.step(loss)
-        found.append(learning_rate(config, progress, EPOCH))
+        found.append(LrSchedule(config, EPOCH).rate(progress))
         expected.append(optimizer.param_groups[0]["lr"])
     assert found == pytest.approx(expected)
     assert found[-1] < 1
@@ -169,7 +148,7 @@ def test_plateau_does_not_count_the_epochs_of_the_warm_up(warmup: int) -> None:
         follow_plateau(config, progress, float(epoch))
         if epoch > warmup:
             reference.step(float(epoch))
-            found.append(learning_rate(config, progress, EPOCH))
+            found.append(LrSchedule(config, EPOCH).rate(progress))
             expected.append(optimizer.param_groups[0]["lr"])
     assert found == pytest.approx(expected)
     assert found[-1] < found[0] == 1
@@ -214,8 +193,8 @@ def take_steps(optimizer: optim.Optimizer, model: nn.Module) -> None:
     [
         ("sgd", {}, partial(optim.SGD, momentum=0.8)),
         ("sgd", {"nesterov": True}, partial(optim.SGD, momentum=0.8, nesterov=True)),
-        ("adamw", {"adam_beta2": 0.95}, partial(optim.AdamW, betas=(0.8, 0.95))),
-        ("adam", {"adam_beta2": 0.95}, partial(optim.Adam, betas=(0.8, 0.95))),
+        ("adamw", {}, partial(optim.AdamW, betas=(0.8, 0.999))),
+        ("adam", {}, partial(optim.Adam, betas=(0.8, 0.999))),
     ],
 )
 def test_an_optimizer_is_that_of_torch(
@@ -300,8 +279,6 @@ def test_no_embedding_decays() -> None:
             },
         ),
         ("resnet18", 10, {"conv1.weight": 9, "bn1.bias": 9, "layer1.0.conv1.weight": 8, "layer4.1.bn2.bias": 1}),
-        ("convnext_tiny", 23, {"features.0.0.weight": 22, "features.1.0.layer_scale": 21, "features.2.1.weight": 18}),
-        ("swin_t", 17, {"features.0.0.weight": 16, "features.2.reduction.weight": 13, "norm.bias": 1}),
     ],
 )
 def test_the_rate_of_a_layer_decays_with_the_blocks_after_it(name: str, layers: int, powers: dict[str, int]) -> None:

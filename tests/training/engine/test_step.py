@@ -128,15 +128,6 @@ def test_a_step_has_grad_accum_steps_micro_batches(group: ProcessGroup, idx_data
     assert [len(images) for images, _ in seen] == [6, 7, 7]
 
 
-def test_weights_follow_from_the_seed(group: ProcessGroup, idx_data: Path, tmp_path: Path) -> None:
-    one, same, other = (
-        list(trainer_with(group, idx_data, tmp_path / f"{place}", seed=seed).state.model.parameters())
-        for place, seed in enumerate((1, 1, 2))
-    )
-    assert all(map(torch.equal, one, same))
-    assert not any(map(torch.equal, one, other))
-
-
 def test_a_rank_has_num_workers_loader_workers(
     group: ProcessGroup, idx_data: Path, folder_data: Path, tmp_path: Path
 ) -> None:
@@ -201,7 +192,6 @@ class Operations(TorchDispatchMode):
         {},
         {"ema_decay": 0.9, "clip_grad_norm": 1.0, "mixup": 0.2, "cutmix": 1.0, "label_smoothing": 0.1},
         {"grad_accum_steps": 3, "amp": "bf16", "model": "resnet20"},
-        {"sync_bn": True, "model": "resnet20"},
     ],
 )
 def test_no_step_waits_for_its_device(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.trainings import Starter, agree_at_each_step, events, final, lines, same
+from support.trainings import Starter, agree_at_each_step, events, lines
 
 from hpc.base.errors import EXIT_NO_SPACE
 from hpc.base.kernel import in_signal_mask
@@ -161,11 +161,6 @@ def test_a_kill_loses_only_the_steps_since_the_last_checkpoint(start: Starter) -
     assert_whole_history(training.run_dir)
 
 
-def test_checkpoints_by_time(start: Starter) -> None:
-    run = start.complete(*FLAGS, "--checkpoint-every=0.01s", world_size=2).run_dir
-    assert len(events(run, "checkpoint_saved")) > 5
-
-
 def slow_down() -> None:
     """In a rank: make steps slower than --checkpoint-every."""
     from training.engine.step import Stepper
@@ -187,58 +182,6 @@ def test_one_request_makes_one_checkpoint(start: Starter) -> None:
     # A request takes effect a step later, and then the next one is made: every other step, and the end.
     assert len(saved) > 12
     assert {later - earlier for earlier, later in pairwise(saved[:-1])} == {2}, saved
-
-
-def die_at_fsync(number: int) -> None:
-    """In a rank: die at the n-th fsync."""
-    flush = os.fsync
-    flushed = iter(range(1, number + 1))
-
-    def fsync(descriptor: int) -> None:
-        if next(flushed) == number:
-            os.kill(os.getpid(), signal.SIGKILL)
-        flush(descriptor)
-
-    os.fsync = fsync
-
-
-SAVING = (*FLAGS, "--checkpoint-every=5", "--keep-checkpoints=1")
-
-
-@pytest.fixture(scope="module")
-def whole(idx_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Starter(idx_data, tmp_path_factory.mktemp("whole")).complete(*SAVING).run_dir
-
-
-# A checkpoint flushes two files, the manifest, and two directories: the second of them after the rename.
-@pytest.mark.parametrize("number", [6, 8, 9, 10])
-def test_a_kill_in_the_middle_of_a_save_leaves_an_older_state(start: Starter, whole: Path, number: int) -> None:
-    training = start(*SAVING, prepare=partial(die_at_fsync, number))
-    assert training.wait() == [-signal.SIGKILL]
-    run = start.complete(*SAVING).run_dir
-    assert events(run, "train_started")[1]["step"] == (10 if number == 10 else 5)
-    assert not events(run, "checkpoint_rejected")
-    assert names(run / "checkpoints") == [f"step-{STEPS:08d}"], "the killed writer's files are still there"
-    assert same(final(whole), final(run))
-
-
-def test_a_torn_newest_checkpoint_is_skipped_with_a_warning(start: Starter) -> None:
-    flags = (*FLAGS, "--checkpoint-every=8")
-    training = start(*flags)
-    training.wait_for_step(29)
-    training.kill()
-    # The kill may come before an older one is removed.
-    *_, older, newest = sorted((training.run_dir / "checkpoints").glob("step-*"))
-    state = newest / "state.safetensors"
-    state.write_bytes(state.read_bytes()[: state.stat().st_size // 2])
-
-    resumed = start.complete(*flags)
-
-    assert f"warning: checkpoint {newest} is not used: state.safetensors is not as it was written" in resumed.output()
-    [rejected] = events(training.run_dir, "checkpoint_rejected")
-    assert rejected["path"] == str(newest)
-    assert events(training.run_dir, "train_started")[1]["restored_from"] == older.name
-    assert_whole_history(training.run_dir)
 
 
 def fail_to_save_after(step: int) -> None:

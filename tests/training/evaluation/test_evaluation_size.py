@@ -117,12 +117,6 @@ def test_another_evaluation_prepares_images_as_the_model_card_says(folder_data: 
     assert torch.equal(look(fitting(data.test, data, model), None), look(trained.test, None))
 
 
-def test_images_in_memory_are_scaled_for_evaluations(start: Starter) -> None:
-    run = start.complete(*SMALL, "--epochs=1").run_dir
-    card = json.loads((run / "final" / "model.json").read_text())
-    assert (card["image_shape"], card["size"]) == ([1, 12, 12], 24)
-
-
 @pytest.mark.parametrize(("model", "size", "other"), [("small-cnn", 28, 32), ("vit_b_32", 32, 64), ("alexnet", 96, 32)])
 def test_a_model_for_one_size_refuses_another(model: str, size: int, other: int) -> None:
     config = TrainConfig(data=".", model=model, image_size=size, eval_image_size=other)
@@ -153,8 +147,3 @@ def test_the_images_of_all_epochs_must_suit_the_model(monkeypatch: pytest.Monkey
     message = "--initial-image-size is 32 and gives images of 36 pixels, which resnet20 for 48 pixels does not take"
     with pytest.raises(UserError, match=message):
         build_model(config, classes=3, channels=3, size=48)
-
-
-def test_the_same_size_is_no_other() -> None:
-    config = TrainConfig(data=".", image_size=28, eval_image_size=28)
-    assert isinstance(build_model(config, classes=3, channels=3, size=28), nn.Module)

@@ -4,13 +4,8 @@ import base64
 import csv
 import io
 import json
-import os
 import shutil
-import signal
-import subprocess
-from functools import partial
 from importlib.metadata import version
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +18,12 @@ from support.trainings import Starter, events, lines, load, make_folder
 from torchrelay.checkpoint_files import STATE_TENSORS, STATE_VALUES, list_checkpoints
 
 from hpc.base.git import git_revision
-from hpc.base.text import csv_text
 from hpc.run.rundir import RunDir
 from training.config.train_config import TrainConfig
 from training.data.in_memory import read_idx_pair
 from training.engine.loss_meter import LossMeter
 from training.evaluation.evaluator import Evaluation
-from training.evaluation.final_files import classes_csv, confusion_csv, history_csv
+from training.evaluation.final_files import classes_csv, confusion_csv
 from training.evaluation.validation import learned_nothing, tables_of
 from training.inference.classifier import load_classifier
 from training.inference.model_card import read_card
@@ -37,7 +31,6 @@ from training.monitoring.run_logger import RunLogger
 from training.runtime.console import Console
 from training.runtime.process_group import ProcessGroup
 from training.runtime.train_progress import Progress
-from training.verify_resume.compare import compare_runs
 
 FLAGS = ("--epochs=3", "--batch-size=20", "--lr=0.05", "--log-every=4")
 
@@ -71,32 +64,6 @@ def test_a_model_says_what_it_was_made_from(run: Path, idx_data: Path) -> None:
     assert made["versions"]["torch"] == version("torch")
     assert made["code"]["revision"] == git_revision(Path.cwd())
     assert (run / "best" / "model.json").exists()
-
-
-def test_the_history_has_a_row_for_each_epoch(run: Path) -> None:
-    with (run / "final" / "history.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["epoch"], row["step"]) for row in rows] == [("1", "9"), ("2", "18"), ("3", "27")]
-    validations = [line for line in lines(run / "metrics" / "eval.jsonl") if line["split"] == "val"]
-    assert [float(row["val_accuracy"]) for row in rows] == [line["accuracy"] for line in validations]
-    train = lines(run / "metrics" / "train.jsonl")
-    assert sum(float(row["train_seconds"]) for row in rows) == pytest.approx(train[-1]["train_seconds"], abs=0.01)
-    losses = [line["loss"] for line in train[:3]]
-    assert [line["step"] for line in train[:3]] == [4, 8, 9]
-    assert float(rows[0]["train_loss"]) == pytest.approx((4 * losses[0] + 4 * losses[1] + losses[2]) / 9, abs=1e-5)
-
-
-def test_an_epoch_is_added_up_from_lines_of_different_length() -> None:
-    shared = {"epoch": 1, "lr": 0.1}
-    train = [
-        shared | {"step": 6, "loss": 2.0, "train_seconds": 3.0, "images_per_second": 100, "data_wait_share": 0.5},
-        shared | {"step": 8, "loss": 1.0, "train_seconds": 4.0, "images_per_second": 300, "data_wait_share": 0.1},
-    ]
-    [row] = csv.DictReader(io.StringIO(history_csv(train, [])))
-    assert float(row["train_loss"]) == 1.75
-    assert float(row["images_per_second"]) == 150
-    assert float(row["data_wait_share"]) == 0.4
-    assert row["val_accuracy"] == ""
 
 
 def images_of(confusion: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -140,17 +107,6 @@ def test_classes_have_recall_precision_and_f1() -> None:
     assert [rows[2][name] for name in ("images", "accuracy", "precision", "f1", "most confused with")] == ["0"] + 4 * [
         ""
     ]
-
-
-@pytest.mark.parametrize("name", ["=1+1", "@SUM(A1)", 'a,"b"', "two\nlines", "<script>"])
-def test_class_may_have_any_name(name: str) -> None:
-    """The name of an image directory, which may be any text."""
-    labels, predicted = images_of([[6, 2], [1, 3]])
-    text = classes_csv(labels, predicted, (name, "dog"))
-    rows = list(csv.DictReader(io.StringIO(text, newline="")))
-    found = [rows[0]["class"], rows[1]["most confused with"]]
-    assert [csv_text(each) for each in found] == [name, name]
-    assert not any(each.startswith(("=", "@")) for each in found), "no formula"
 
 
 # --- a model that learned nothing ---
@@ -207,21 +163,6 @@ def test_waiting_for_data_is_counted_once_the_clock_runs(group: ProcessGroup) ->
     assert data_wait_share() == 0
 
 
-def test_revision_of_changed_code_is_dirty(tmp_path: Path) -> None:
-    def git(*arguments: str) -> str:
-        command = ["git", "-c", "user.name=Ann", "-c", "user.email=ann@example.org", *arguments]
-        return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
-
-    git("init", "-q")
-    (tmp_path / "notes").write_text("one")
-    git("add", "notes")
-    git("commit", "-qm", "one")
-    assert git_revision(tmp_path) == git("rev-parse", "HEAD")
-    (tmp_path / "notes").write_text("two")
-    assert git_revision(tmp_path) == f"{git('rev-parse', 'HEAD')}+dirty"
-    assert git_revision(Path("/")) is None
-
-
 # --- sample predictions ---
 
 
@@ -270,12 +211,12 @@ SHAKY = ("--epochs=6", "--batch-size=20", "--lr=0.05", "--clip-grad-norm=1", "--
 
 def unlearn_in_the_last_epoch() -> None:
     """In a rank: gradient ascent, so that the last model is not the best one."""
-    from training.engine import step
+    from training.engine.optim import LrSchedule
 
-    def learning_rate(_config: object, progress: Progress, _steps_per_epoch: int) -> float:
+    def rate(_schedule: LrSchedule, progress: Progress) -> float:
         return 0.05 if progress.epoch < 5 else -0.1
 
-    step.learning_rate = learning_rate
+    LrSchedule.rate = rate  # type: ignore[method-assign]
 
 
 def result_of(directory: Path) -> dict[str, Any]:
@@ -288,24 +229,10 @@ def accuracy_of(model: Path, data: Path) -> float:
     return float((load_classifier(model).classify(images).argmax(1) == labels).float().mean())
 
 
-def unlearn_and_log_beats(directory: Path) -> None:
-    """In a rank: log the phase of each heartbeat."""
-    from torchrelay.progress_files import Heartbeat
-
-    unlearn_in_the_last_epoch()
-
-    def log_beat(_heartbeat: Heartbeat, phase: str, _step: int | None = None) -> None:
-        with (directory / f"beats-{os.environ['RANK']}").open("a") as file:
-            file.write(f"{phase}\n")
-
-    Heartbeat.beat = log_beat  # type: ignore[method-assign]
-
-
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("ema", ["0", "0.5"])
 def test_the_best_model_is_tested_too(start: Starter, ema: str) -> None:
-    prepare = partial(unlearn_and_log_beats, start.directory)
-    training = start(*SHAKY, f"--ema-decay={ema}", world_size=2, prepare=prepare)
+    training = start(*SHAKY, f"--ema-decay={ema}", world_size=2, prepare=unlearn_in_the_last_epoch)
     assert training.wait() == [0, 0], training.output()
     final, best = (result_of(training.run_dir / name) for name in ("final", "best"))
     validations = [line for line in lines(training.run_dir / "metrics" / "eval.jsonl") if line["split"] == "val"]
@@ -324,45 +251,6 @@ def test_the_best_model_is_tested_too(start: Starter, ema: str) -> None:
     weights = load_file(training.run_dir / "final" / "model.safetensors")
     prefix = "ema" if float(ema) else "model"
     assert all(torch.equal(value, state[f"{prefix}/{name}"]) for name, value in weights.items())
-    for rank in range(2):
-        phases = (start.directory / f"beats-{rank}").read_text().split()
-        [(loading, count), (test, _), _] = [(phase, len(list(beats))) for phase, beats in groupby(phases)][-3:]
-        assert (loading, test) == ("end", "evaluate")
-        assert count > len(weights), "there is one for every tensor of the best model"
-
-
-def evaluate_in_small_batches() -> None:
-    from training.evaluation import evaluator
-
-    unlearn_in_the_last_epoch()
-    evaluator._MAX_BATCH = 8  # noqa: SLF001
-
-
-def stop_in_the_test_of_the_best() -> None:
-    """In a rank: receive SIGTERM before it."""
-    from training.evaluation.evaluator import Evaluator
-
-    evaluate_in_small_batches()
-    test = Evaluator.evaluate_weights
-
-    def stopped(*arguments: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return test(*arguments)
-
-    Evaluator.evaluate_weights = stopped  # type: ignore[method-assign]
-
-
-@pytest.mark.slow
-def test_a_stop_in_the_test_of_the_best_model_changes_nothing(start: Starter) -> None:
-    whole = start(*SHAKY, run="whole", world_size=2, prepare=evaluate_in_small_batches)
-    assert whole.wait() == [0, 0], whole.output()
-    stopped = start(*SHAKY, world_size=2, prepare=stop_in_the_test_of_the_best)
-    assert stopped.wait() == [0, 0], stopped.output()
-    assert not (stopped.run_dir / "final").exists()
-    assert "test_accuracy" not in result_of(stopped.run_dir / "best")
-    cut = start(*SHAKY, world_size=2, prepare=evaluate_in_small_batches)
-    assert cut.wait() == [0, 0], cut.output()
-    assert not [part for part in compare_runs(RunDir(whole.run_dir), RunDir(cut.run_dir)) if part.difference]
 
 
 def test_if_the_last_model_is_the_best_its_test_counts_for_both(photographed: Path) -> None:

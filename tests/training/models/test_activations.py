@@ -1,4 +1,4 @@
-"""Blocks that are computed twice give the same bits, and keep less memory; stochastic depth has the rate asked for."""
+"""Blocks that are computed twice give the same bits, and keep less memory."""
 
 import copy
 from collections.abc import Callable
@@ -9,12 +9,8 @@ from support.trainings import Starter, final, same, slow
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torchvision.models import convnext, swin_transformer, vision_transformer
-from torchvision.ops import StochasticDepth
 
-from hpc.base.errors import UserError
-from training.config.train_config import TrainConfig
 from training.models.activations import checkpoint_activations
-from training.models.factory import build_model, set_drop_path
 from training.models.small_models import SmallResNet
 
 
@@ -97,18 +93,3 @@ def test_a_model_without_blocks_is_refused(start: Starter) -> None:
     training = start("--checkpoint-activations")
     assert training.wait() == [2]
     assert "finds no blocks to recompute in small-cnn: leave it out" in training.output()
-
-
-# --- stochastic depth ---
-
-
-def test_the_last_block_gets_the_rate_and_the_others_their_part_of_it() -> None:
-    model = swin()
-    set_drop_path(model, 0.2, "swin")
-    assert [part.p for part in model.modules() if isinstance(part, StochasticDepth)] == pytest.approx([0, 0.1, 0.2])
-
-
-def test_a_model_without_stochastic_depth_is_refused() -> None:
-    config = TrainConfig(data="x", model="resnet20", drop_path=0.1)
-    with pytest.raises(UserError, match=r"--drop-path is 0.1, but resnet20 has no stochastic depth: leave it out"):
-        build_model(config, classes=3, channels=3, size=32)

@@ -5,14 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.trainings import Starter, lines, needs_compiler, trainer_with
+from support.trainings import needs_compiler, trainer_with
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 from torch._inductor.exc import GPUTooOldForTriton, TritonMissing
 from torch.nn.parallel import DistributedDataParallel
-from torchrelay.checkpoint_files import list_checkpoints
-from torchrelay.saving.restoring import read_state
 
 from training.config.train_config import TrainConfig
 from training.engine.trainer import Trainer
@@ -34,18 +32,6 @@ def test_compressed_gradients_are_rounded_to_bfloat16(group: ProcessGroup, idx_d
     assert all(torch.equal(value, other.bfloat16().float()) for value, other in zip(rounded, exact, strict=True))
 
 
-@pytest.mark.parametrize("memory_format", ["channels-last", "contiguous"])
-def test_images_and_weights_lie_in_memory_as_they_should(
-    group: ProcessGroup, cifar_data: Path, tmp_path: Path, memory_format: str
-) -> None:
-    trainer = trainer_with(group, cifar_data, tmp_path / "run", model="resnet20", memory_format=memory_format)
-    weight = next(module.weight for module in trainer.state.model.modules() if getattr(module, "in_channels", 1) > 1)
-    images = trainer.stepper.preprocess(torch.zeros(2, 3, 32, 32, dtype=torch.uint8))
-    for values in (weight, images):
-        assert values.is_contiguous(memory_format=torch.channels_last) == (memory_format == "channels-last")
-        assert values.is_contiguous() == (memory_format == "contiguous")
-
-
 def test_images_of_one_channel_have_the_strides_of_channels_last(
     group: ProcessGroup, idx_data: Path, tmp_path: Path
 ) -> None:
@@ -58,37 +44,6 @@ def test_images_of_one_channel_have_the_strides_of_channels_last(
     assert found.stride() == found.clone().to(memory_format=torch.channels_last).stride()
     assert found.stride()[1] == 1
     assert found.reshape(2, -1).argsort().equal(images.reshape(2, -1).float().argsort()), "the same images"
-
-
-def test_a_static_graph_is_told_to_ddp_and_gives_the_same_gradients(
-    group: ProcessGroup, idx_data: Path, tmp_path: Path
-) -> None:
-    usual = trainer_with(group, idx_data, tmp_path / "usual")
-    static = trainer_with(group, idx_data, tmp_path / "static", static_graph=True)
-    assert (usual.stepper.wrapped.static_graph, static.stepper.wrapped.static_graph) == (False, True)
-    assert all(map(torch.equal, gradients(usual), gradients(static)))
-
-
-def broadcast_in_each_step() -> None:
-    """In a rank, let rank 0 broadcast its batch statistics, as DDP does by default."""
-    from training.models import parallel
-
-    parallel.has_other_buffers = lambda _model: True
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_broadcast_of_batch_statistics_in_each_step_would_change_no_bit(start: Starter, strategy: str) -> None:
-    flags = ("--epochs=1", "--batch-size=54", "--lr=0.02", "--model=resnet20", f"--strategy={strategy}")
-    flags = (*flags, "--val-split=0.2")  # three steps
-    runs = [
-        start.complete(*flags, run=name, world_size=2, prepare=prepare).run_dir
-        for name, prepare in (("without", None), ("with", broadcast_in_each_step))
-    ]
-    [without, with_it] = [read_state(list_checkpoints(run / "checkpoints")[0])[0] for run in runs]
-    assert without.keys() == with_it.keys()
-    assert [name for name in without if not torch.equal(without[name], with_it[name])] == []
-    [one, other] = [lines(run / "metrics" / "eval.jsonl") for run in runs]
-    assert [line["loss"] for line in one] == [line["loss"] for line in other]
 
 
 def test_rank_0_broadcasts_buffers_in_each_step_only_if_the_forward_pass_may_read_them(

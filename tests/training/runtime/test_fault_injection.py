@@ -91,7 +91,6 @@ def write_forever() -> None:
         (0, "idx_data", ("--fault=step@5:0",), None),
         (1, "idx_data", ("--fault=step@5:1", "--checkpoint-every=4"), write_forever),
         (1, "idx_data", ("--fault=evaluate@9:1",), None),
-        (2, "idx_data", ("--fault=step@5:2", "--model=resnet20", "--sync-bn"), None),
         (1, "folder_data", ("--fault=step@2:1", "--num-workers=2", "--image-size=24", "--batch-size=6"), None),
     ],
 )

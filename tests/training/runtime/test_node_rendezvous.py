@@ -54,12 +54,8 @@ while not (here / f"end-{rank}").exists():
 """
 
 
-def torchrun(directory: Path, rendezvous: Rendezvous, ranks: int = 1, *, c10d: bool = False) -> Torchrun:
-    argv = torchrun_argv(rendezvous, ranks, "127.0.0.1", sys.executable, [sys.executable, "-c", RANK, str(directory)])
-    if c10d:
-        argv = [
-            each.replace(f"backend={BACKEND}", "backend=c10d").replace("rank=0", "rank=0,is_host=1") for each in argv
-        ]
+def torchrun(directory: Path, rendezvous: Rendezvous) -> Torchrun:
+    argv = torchrun_argv(rendezvous, 1, "127.0.0.1", sys.executable, [sys.executable, "-c", RANK, str(directory)])
     return Torchrun(argv, torchrun_environment(rendezvous, dict(os.environ)), ROOT)
 
 
@@ -96,9 +92,8 @@ def test_when_a_rank_dies_the_ranks_of_all_nodes_are_restarted(tmp_path: Path, p
         assert SECRET not in (tmp_path / "environment-0").read_text()
 
 
-@pytest.mark.parametrize("c10d", [True, False], ids=["torch's own backend", "ours"])
-def test_pickle_that_anybody_writes_to_the_store_is_not_read(tmp_path: Path, pair: Rendezvous, c10d: bool) -> None:
-    """Of torch's own backend it is: should that change, ours is not needed any more."""
+def test_pickle_that_anybody_writes_to_the_store_is_not_read(tmp_path: Path, pair: Rendezvous) -> None:
+    """torch's own backend c10d reads it."""
     alone, evil = replace(pair, num_nodes=1), tmp_path / "evil"
 
     class Pickled:
@@ -106,14 +101,11 @@ def test_pickle_that_anybody_writes_to_the_store_is_not_read(tmp_path: Path, pai
             return os.system, (f"touch {evil}",)
 
     state = base64.b64encode(pickle.dumps(Pickled()))
-    with torchrun(tmp_path, alone, c10d=c10d) as attacked:
+    with torchrun(tmp_path, alone) as attacked:
         wait_for(lambda: starts(tmp_path, 0))
         with suppress(RuntimeError):
             store = TCPStore("127.0.0.1", alone.port, is_master=False, timeout=timedelta(seconds=2))
             store.set(f"torch.rendezvous.{alone.id}", state)
-        if c10d:
-            wait_for(evil.exists)
-            return
         time.sleep(1)  # torchrun looks five times
         assert not evil.exists()
         assert attacked.exit_code is None

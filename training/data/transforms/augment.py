@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from hpc.base.errors import UserError
 from training.config.dataset_layout import Kind
-from training.config.rules import parse_range
+from training.config.rules import parse_crop_scale
 from training.config.train_config import Interpolation, TrainConfig
 from training.data.loader import to_device
 from training.data.transforms.crop import Crop, CropBox, center_box, random_box
@@ -31,30 +31,6 @@ _ROW, _COLUMN, _FLIP, _BOX = 0, 1, 2, 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Defaults:
-    """The meaning of `auto` in the flags of augmentation, for a kind of data."""
-
-    crop: str
-    flip: bool
-    padding: float  # padding of padded crops, as a share of the side
-    autoaugment: str  # data set for which AutoAugment's policy was found
-
-
-_IMAGES = _Defaults(crop="resized", flip=True, padding=1 / 8, autoaugment="IMAGENET")
-# He et al., "Deep residual learning for image recognition" (2015): 4 pixels of 32.
-_CIFAR = _Defaults(crop="padded", flip=True, padding=4 / 32, autoaugment="CIFAR10")
-_DIGITS = _Defaults(crop="padded", flip=False, padding=1 / 28, autoaugment="CIFAR10")
-_DEFAULTS: dict[Kind, _Defaults] = {
-    "idx": _DIGITS,
-    "digits": _DIGITS,
-    "cifar10": _CIFAR,
-    "cifar100": _CIFAR,
-    "image-folder": _IMAGES,
-    "packed": _IMAGES,
-}
-
-
-@dataclass(frozen=True, kw_only=True)
 class Augmentation:
     """Augments the images of a training: with `resizes`, first one by one by `crop`; then together in `batch`."""
 
@@ -63,8 +39,6 @@ class Augmentation:
     """Whether images are cropped and resized one by one: always for folders and packed data."""
     area: tuple[float, float] | None = None
     """Least and greatest area of a random box, as shares of the image; None to crop the square in the middle."""
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    """Least and greatest aspect ratio (width / height) of a random box."""
     interpolation: Interpolation = "bilinear"
     padding: float = 0.0
     """Largest shift of an image, as a share of its shorter side. Zeros fill the gap. 0 means no shift."""
@@ -88,7 +62,7 @@ class Augmentation:
 
     def _random_box(self, key: int, index: int, area: tuple[float, float], height: int, width: int) -> CropBox:
         draws = (rand_float(key, index * _DRAWS + draw) for draw in range(_BOX, _DRAWS))
-        return random_box(draws, height, width, area, self.ratio)
+        return random_box(draws, height, width, area)
 
     def batch(self, epoch: int, indices: Tensor, images: Tensor) -> Tensor:
         """Return augmented images of one size (uint8 [n, C, H, W]). `images` may be overwritten.
@@ -145,10 +119,8 @@ def make_augmentation(
     """Return the augmentation that the flags ask for. What `auto` means depends on the kind of the data.
 
     `shape` is the [C, H, W] of the images; images of a folder are resized to it. `mean` is the mean of each channel,
-    from 0 to 1. Random erasing fills with it.
-
-    Raises:
-        UserError: the color jitter or the policy does not take images with this number of channels.
+    from 0 to 1. Random erasing fills with it. Raises UserError if the color jitter or the policy does not take images
+    with this number of channels.
     """
     if shape[0] not in {1, 3}:
         for name, value, nothing in (
@@ -157,25 +129,28 @@ def make_augmentation(
         ):
             if value != nothing:
                 raise UserError(f"--{name} is {value}, but the images have {shape[0]} channels: use --{name} {nothing}")
-    defaults, in_memory = _DEFAULTS[kind], _DEFAULTS[kind] is not _IMAGES
-    crop = defaults.crop if config.crop == "auto" else config.crop
+    in_memory = kind not in {"image-folder", "packed"}
+    are_digits = kind in {"idx", "digits"}
+    usual_crop = "padded" if in_memory else "resized"
+    crop = usual_crop if config.crop == "auto" else config.crop
+    # For CIFAR 4 pixels of 32, as in He et al., "Deep residual learning for image recognition" (2015).
+    padding = 1 / 28 if are_digits else 1 / 8
     # Normalization turns the mean color into zeros for the model.
     color = tuple(round(255 * channel) for channel in mean)
     erasing = RandomErasing(seed=config.seed, probability=config.random_erasing, color=color)
     return Augmentation(
         seed=config.seed,
         resizes=crop == "resized" or not in_memory,
-        area=parse_range("crop_scale", config.crop_scale) if crop == "resized" else None,
-        ratio=parse_range("crop_ratio", config.crop_ratio),
+        area=parse_crop_scale(config.crop_scale) if crop == "resized" else None,
         interpolation=config.interpolation,
-        padding=defaults.padding if crop == "padded" else 0.0,
-        flip=defaults.flip if config.flip == "auto" else config.flip == "on",
-        policy=_make_policy(config, defaults.autoaugment, through_pillow=not in_memory),
+        padding=padding if crop == "padded" else 0.0,
+        flip=not are_digits if config.flip == "auto" else config.flip == "on",
+        policy=_make_policy(config, of_photographs=not in_memory),
         erasing=erasing if config.random_erasing else None,
     )
 
 
-def _make_policy(config: TrainConfig, found_on: str, *, through_pillow: bool) -> Callable[[Any], Tensor] | None:
+def _make_policy(config: TrainConfig, *, of_photographs: bool) -> Callable[[Any], Tensor] | None:
     """Return torchvision's color jitter and policy as one function, or None if the flags ask for neither.
 
     AutoAugment: Cubuk et al. (2018). RandAugment: Cubuk et al. (2019). TrivialAugment: Müller and Hutter (2021).
@@ -188,12 +163,12 @@ def _make_policy(config: TrainConfig, found_on: str, *, through_pillow: bool) ->
     mode, jitter = v2.InterpolationMode(config.auto_augment_interpolation), config.color_jitter
     makers: dict[str, Callable[[], Any]] = {
         "none": v2.Identity,
-        "autoaugment": lambda: v2.AutoAugment(v2.AutoAugmentPolicy[found_on], interpolation=mode),
+        "autoaugment": lambda: v2.AutoAugment(v2.AutoAugmentPolicy["IMAGENET" if of_photographs else "CIFAR10"], mode),
         "randaugment": lambda: v2.RandAugment(magnitude=config.randaugment_magnitude, interpolation=mode),
         "trivialaugment": lambda: v2.TrivialAugmentWide(interpolation=mode),
     }
     changes = [v2.ColorJitter(jitter, jitter, jitter)] if jitter else []
     changes.append(makers[config.auto_augment]())
     composed: Callable[[Any], Tensor]
-    composed = v2.Compose([v2.ToPILImage(), *changes, v2.PILToTensor()] if through_pillow else changes)
+    composed = v2.Compose([v2.ToPILImage(), *changes, v2.PILToTensor()] if of_photographs else changes)
     return composed

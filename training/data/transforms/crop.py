@@ -21,6 +21,7 @@ CropBox = tuple[int, int, int, int]
 
 _RESAMPLING = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 _TRIES = 10
+_RATIO = 3 / 4, 4 / 3  # least and greatest width / height of a random box: torchvision's
 RANDOM_NUMBERS = 2 + 2 * _TRIES
 """Largest number of random numbers that a random box takes."""
 # Each side of a crop keeps at least twice the pixels to which it is resized, as with Pillow's `thumbnail`. The result
@@ -34,16 +35,14 @@ def center_box(height: int, width: int) -> CropBox:
     return (height - side) // 2, (width - side) // 2, side, side
 
 
-def random_box(
-    numbers: Iterator[float], height: int, width: int, area: tuple[float, float], ratio: tuple[float, float]
-) -> CropBox:
+def random_box(numbers: Iterator[float], height: int, width: int, area: tuple[float, float]) -> CropBox:
     """Return a box of random place, area and shape, as torchvision's RandomResizedCrop does.
 
     It takes at most RANDOM_NUMBERS of `numbers`, which are in [0, 1). `area` is the least and the greatest area of the
-    box, as shares of the image; `ratio` is its least and its greatest width / height.
+    box, as shares of the image.
     """
     down, across = next(numbers), next(numbers)
-    shortest, longest = map(math.log, ratio)
+    shortest, longest = map(math.log, _RATIO)
     for _ in range(_TRIES):
         pixels = height * width * (area[0] + next(numbers) * (area[1] - area[0]))
         shape = math.exp(shortest + next(numbers) * (longest - shortest))
@@ -51,7 +50,7 @@ def random_box(
         if 0 < high <= height and 0 < wide <= width:
             break
     else:
-        high, wide = (max(1, round(side)) for side in (min(height, width / ratio[0]), min(width, height * ratio[1])))
+        high, wide = (max(1, round(side)) for side in (min(height, width / _RATIO[0]), min(width, height * _RATIO[1])))
         down = across = 1 / 2
     return int(down * (height - high + 1)), int(across * (width - wide + 1)), high, wide
 

@@ -39,7 +39,8 @@ class RandomErasing:
 
     def batch(self, epoch: int, indices: Tensor, images: Tensor) -> Tensor:
         """Return images (uint8 [n, C, H, W]) with erased rectangles. `indices` (int64 [n]) must be on the CPU."""
-        boxes, color = self.boxes(epoch, indices, *images.shape[2:]), torch.tensor(self.color, dtype=torch.uint8)
+        boxes = self.boxes(epoch, indices, *images.shape[2:])
+        color = torch.tensor(self.color, dtype=torch.uint8)
         if images.device.type == "cpu":
             return fill_each(images, boxes, color)
         return fill_all(images, to_device(boxes, images.device), to_device(color, images.device))

@@ -1,9 +1,6 @@
 """Augmentation: each flag does what it says, and a sample's look is a matter of seed, epoch and index alone."""
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,16 +110,6 @@ def test_loader_workers_pay_for_scaling_and_policies(idx_data: Path, folder_data
         (folder_data, {}),
     ):
         assert not load(data, **options).cheap
-
-
-@pytest.mark.parametrize(("kind", "flags"), [("idx_data", ", flip='on', random_erasing=0.5"), ("packed_data", "")])
-def test_all_but_a_policy_is_done_without_torchvision(kind: str, flags: str, request: pytest.FixtureRequest) -> None:
-    code = "import sys; from support.trainings import load; from pathlib import Path; "
-    code += f"load(Path(sys.argv[1]){flags}); sys.exit('torchvision' in sys.modules)"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", code, str(request.getfixturevalue(kind))]
-    done = subprocess.run(command, env=environment, check=False)
-    assert done.returncode == 0, "torchvision was imported, or the data could not be loaded"
 
 
 def in_memory(images: Tensor, kind: Kind = "cifar10", **options: Any) -> Tensor:

@@ -23,9 +23,7 @@ def test_a_random_crop_of_an_image_is_a_box_scaled_as_torchvision_does_it(
     mode = v2.InterpolationMode(interpolation)
     image = torch.randint(0, 256, (*shape, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     for index in range(20):
-        box = random_box(
-            (rand_float(5, 32 * index + place) for place in range(RANDOM_NUMBERS)), *shape, (0.25, 1), (3 / 4, 4 / 3)
-        )
+        box = random_box((rand_float(5, 32 * index + place) for place in range(RANDOM_NUMBERS)), *shape, (0.25, 1))
         planes = image.permute(2, 0, 1)
         expected = v2.functional.resized_crop(planes, *box, [32, 32], mode, antialias=True)
 
@@ -36,38 +34,25 @@ def test_a_random_crop_of_an_image_is_a_box_scaled_as_torchvision_does_it(
         torch.testing.assert_close(found, expected, rtol=0, atol=pixel_tolerance())
 
 
-def boxes(count: int, height: int, width: int, area: tuple[float, float], ratio: tuple[float, float]) -> Tensor:
+def boxes(count: int, height: int, width: int, area: tuple[float, float]) -> Tensor:
     key = derive_key(0, Purpose.AUGMENTATION, 0)
     numbers = ((rand_float(key, 32 * index + place) for place in range(RANDOM_NUMBERS)) for index in range(count))
-    return torch.tensor([random_box(each, height, width, area, ratio) for each in numbers])
+    return torch.tensor([random_box(drawn, height, width, area) for drawn in numbers])
 
 
-@pytest.mark.parametrize(
-    ("shape", "area", "ratio"),
-    [
-        ((300, 400), (0.08, 1), (3 / 4, 4 / 3)),
-        ((100, 500), (0.25, 1), (1, 2)),
-        ((7, 5), (0.25, 1), (3 / 4, 4 / 3)),
-    ],
-)
-def test_random_crops_are_distributed_as_torchvisions(
-    shape: tuple[int, int], area: tuple[float, float], ratio: tuple[float, float]
-) -> None:
+@pytest.mark.parametrize(("shape", "area"), [((300, 400), (0.08, 1)), ((100, 500), (0.25, 1)), ((7, 5), (0.25, 1))])
+def test_random_crops_are_distributed_as_torchvisions(shape: tuple[int, int], area: tuple[float, float]) -> None:
     torch.manual_seed(0)
-    image, count = torch.empty(3, *shape), 4000
+    image, count, ratio = torch.empty(3, *shape), 4000, [3 / 4, 4 / 3]
     theirs = torch.tensor(
-        [torchvision.transforms.RandomResizedCrop.get_params(image, list(area), list(ratio)) for _ in range(count)]
+        [torchvision.transforms.RandomResizedCrop.get_params(image, list(area), ratio) for _ in range(count)]
     )
-    ours = boxes(count, *shape, area, ratio)
+    ours = boxes(count, *shape, area)
     assert bool((ours >= 0).all())
     assert bool((ours[:, :2] + ours[:, 2:] <= torch.tensor(shape)).all())
     for quantile in (0.1, 0.5, 0.9):
         found, wanted = (torch.quantile(each.float(), quantile, dim=0) for each in (ours, theirs))
         assert torch.allclose(found, wanted, atol=1, rtol=0.08), (found, wanted)
-
-
-def test_a_shape_that_no_image_has_room_for_becomes_a_strip() -> None:
-    assert set(map(tuple, boxes(5, 30, 40, (0.25, 1), (200, 300))[:, 2:].tolist())) == {(1, 40)}
 
 
 @pytest.mark.parametrize(("height", "width"), [(28, 20), (200, 300)])

@@ -109,7 +109,7 @@ def test_every_phase_of_a_resumed_training_can_be_seen_from_outside(
 # A model with batch statistics makes all ranks wait for rank 0 at the beginning of a forward pass.
 @pytest.mark.parametrize(
     ("rank", "flags"),
-    [(1, ()), slow(0, ("--model=shufflenet_v2_x0_5", "--image-size=24")), slow(1, ("--sync-bn",))],
+    [(1, ()), slow(0, ("--model=shufflenet_v2_x0_5", "--image-size=24"))],
 )
 def test_a_single_slow_rank_stands_out(start: Starter, node: NodeDir, rank: int, flags: tuple[str, ...]) -> None:
     argv = ("--epochs=1", "--batch-size=64", *flags, f"--node-dir={node.path}", f"--fault=slow@1:{rank}")

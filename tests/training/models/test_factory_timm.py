@@ -93,13 +93,6 @@ def test_the_size_is_the_models_own_or_as_asked_for_if_it_takes_it() -> None:
         build("test_vit", size=50, image_size=50)
 
 
-def test_stochastic_depth_is_set_where_there_is_any() -> None:
-    rates = [part.drop_prob for part in build("test_vit", drop_path=0.3).modules() if hasattr(part, "drop_prob")]
-    assert max(rates) == pytest.approx(0.3)
-    with pytest.raises(UserError, match=r"--drop-path is 0.3, but timm:vgg11 has no stochastic depth: leave it out"):
-        build("vgg11", drop_path=0.3)
-
-
 def test_layers_and_decay_are_those_of_timm() -> None:
     from timm.optim import param_groups_weight_decay
 

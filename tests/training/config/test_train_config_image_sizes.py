@@ -2,8 +2,7 @@
 
 import pytest
 
-from training.config.image_sizes import size_in_epoch, training_sizes
-from training.config.train_config import TrainConfig
+from training.config.train_config import TrainConfig, size_in_epoch, training_sizes
 
 
 @pytest.mark.parametrize(
