@@ -443,11 +443,17 @@ def killed_on_two_nodes(start: Starter, nodes: Path, prepare: Callable[[Path], N
 
 def no_room_for_copies_on_node_1(nodes: Path) -> None:
     """In a rank: node 1 would keep more copies than its memory can hold."""
-    from torchrelay.saving.neighbour_copies import NeighbourCopies
+    from torchrelay.saving import node_snapshots
 
     own_node(nodes)
+    limit, lacking_space = list[int](), node_snapshots.lacking_space
+
+    def lacking(directory: Path, size_bytes: int) -> str:
+        limit.append(size_bytes)  # the first question is for the node's own shards
+        return lacking_space(directory, size_bytes if size_bytes <= limit[0] else 10**15)
+
     if os.environ["RANK"] == "1":
-        NeighbourCopies.missing_bytes = lambda *_: 10**15  # type: ignore[method-assign]
+        node_snapshots.lacking_space = lacking
 
 
 def no_files_for_copies_on_node_1(nodes: Path) -> None:
@@ -485,17 +491,17 @@ def test_a_node_that_cannot_receive_copies_does_not_hinder_the_others(
 
 def ask_for_memory(nodes: Path) -> None:
     """In a rank: write down for how much memory it asks."""
-    from torchrelay.saving import state_writer
+    from torchrelay.saving import node_snapshots
 
     own_node(nodes)
-    lacking_space = state_writer.lacking_space
+    lacking_space = node_snapshots.lacking_space
 
     def lacking(directory: Path, size_bytes: int) -> str:
         with (nodes / f"asked-{os.environ['RANK']}.jsonl").open("a") as file:
             file.write(f"{size_bytes}\n")
         return lacking_space(directory, size_bytes)
 
-    state_writer.lacking_space = lacking
+    node_snapshots.lacking_space = lacking
 
 
 def test_memory_that_a_rank_has_is_not_asked_for_again(start: Starter, tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 
 from lightning.pytorch.callbacks import Callback
 
-from .compat import lightning_loader
 from .library_training import LibraryTraining, exit_after_save
 from .progress_files import progress_files
 from .rank_exchange import ranks
@@ -46,7 +45,9 @@ class RelayCallback(Callback):  # type: ignore[misc]  # Lightning need not be in
 
     def on_load_checkpoint(self, trainer: Any, _module: Any, checkpoint: dict[str, Any]) -> None:
         """Tell the sampler its epoch: Lightning does so too late for an interrupted epoch, whose loader has begun."""
-        sampler = getattr(lightning_loader(trainer), "sampler", None)
+        # The loader that was given to `fit`, by a private name: hooks see none before the first epoch has begun.
+        loader = getattr(trainer.fit_loop._data_source, "instance", None)  # noqa: SLF001
+        sampler = getattr(loader, "sampler", None)
         if set_epoch := getattr(sampler, "set_epoch", None):
             set_epoch(checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"])
 
@@ -79,8 +80,7 @@ class RelayCallback(Callback):  # type: ignore[misc]  # Lightning need not be in
             values = {"loss": outputs["loss"]} if isinstance(outputs, dict) and "loss" in outputs else {}
             lr = trainer.optimizers[0].param_groups[0]["lr"]
             progress_files.report(self._step, {"epoch": trainer.current_epoch, "lr": lr, **values})
-        agreed = self._training.after_step(self._step)
-        if agreed.save and self._file:
+        if self._training.saves_after(self._step) and self._file:
             temporary = self._file.with_suffix(".tmp")
             self._random = ranks.peers.all_gather_bytes(serialized(random_states()))
             trainer.save_checkpoint(temporary)  # all ranks call it, rank 0 writes
@@ -88,5 +88,5 @@ class RelayCallback(Callback):  # type: ignore[misc]  # Lightning need not be in
             if trainer.is_global_zero:
                 check_no_later_attempt()
                 temporary.replace(self._file)
-        if agreed.stop:
+        if ranks.stopping:
             exit_after_save(self._step)

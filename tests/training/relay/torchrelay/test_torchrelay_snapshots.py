@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.relay_script import agent_variables
+from support.relay_script import StrictOwner, agent_variables
 from support.trainings import run_forked
 from torch import nn
 from torchrelay.checkpoint_files import STATE_VALUES, find_damage, list_checkpoints, step_of
 from torchrelay.rank_exchange import RankGroup
 from torchrelay.saving.interval import SaveTimes
-from torchrelay.saving.neighbour_copies import write_all
 from torchrelay.saving.objects import Objects, capture
 from torchrelay.saving.restoring import FORMAT, Restorer, read_state
 from torchrelay.saving.snapshot_files import SnapshotFiles
@@ -42,7 +41,7 @@ def save(files: SnapshotFiles, model: nn.Module, step: int) -> None:
     captured = capture(Objects.of_script({"model": model}), step, ALONE)
     files.image(captured.layout.size_bytes).fill(captured.layout, captured.parts)
     values = {"format": FORMAT, "attempt": 1, "objects": captured.values}
-    files.publish(step, lambda directory: write_all(directory, {STATE_VALUES: json.dumps(values).encode()}))
+    files.publish(step, {STATE_VALUES: json.dumps(values).encode()})
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
@@ -126,8 +125,7 @@ def test_unusual_tensors_are_restored_as_they_are(tmp_path: Path, prepare: Calla
 
     objects = Objects.of_script({"model": Taker(3, 2)})
     restorer = Restorer(
-        peers=ALONE, checkpoints=None, snapshots=tmp_path, objects=Objects(shared=objects.shared),
-        discarded=lambda _, reason: pytest.fail(reason),
+        peers=ALONE, checkpoints=None, snapshots=tmp_path, objects=Objects(shared=objects.shared), owner=StrictOwner()
     )  # fmt: skip
     assert restorer.restore()
     assert str(states[0]) == expected
@@ -255,7 +253,7 @@ def test_script_without_memory_for_snapshots_is_told_so_once_and_has_its_checkpo
     (tmp_path / "snapshots").touch()
     ran = run_in(tmp_path, NO_MEMORY)
     assert ran.returncode == 0, ran.stderr
-    assert ran.stderr.count("no snapshots: [Errno 20] Not a directory") == 1, ran.stderr
-    assert ran.stderr.count("an interruption now costs the steps since the last checkpoint") == 1
+    assert ran.stderr.count("snapshots are off on this node ([Errno 20] Not a directory") == 1, ran.stderr
+    assert ran.stderr.count("a crash costs the steps since the last checkpoint") == 1
     [checkpoint] = list_checkpoints(tmp_path / "run" / "checkpoints")
     assert read(checkpoint)["model/weight"].shape == (2, 2)
