@@ -272,7 +272,8 @@ def read_whole_tensors(directory: Path) -> dict[str, Tensor]:
     """
     import torch
 
-    found, missing, copied = dict[str, Tensor](), dict[str, int](), set[tuple[str, Block]]()
+    found: dict[str, Tensor] = {}
+    missing, copied = dict[str, int](), set[tuple[str, Block]]()
     for path in sorted(directory.glob(TENSOR_FILES)):
         file = TensorFile(path)
         for name, saved in file.tensors.items():

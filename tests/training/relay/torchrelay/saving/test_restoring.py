@@ -61,9 +61,10 @@ def connected() -> ProcessGroup:
 def save(directory: Path, mesh: tuple[int, ...], cuts: Cuts) -> None:
     """In a rank: save the tensors as a checkpoint and a snapshot."""
     group = connected()
+    objects = Objects(shared={"model": Sharded(mesh, cuts, wholes())})
     writer = StateWriter(
-        peers=group, objects=Objects(shared={"model": Sharded(mesh, cuts, wholes())}), checkpoints=directory / "checkpoints",
-        snapshots=node_of(directory, group), keep=2, owner=StrictOwner(), attempt=1,
+        peers=group, objects=objects, checkpoints=directory / "checkpoints", snapshots=node_of(directory, group),
+        keep=2, owner=StrictOwner(), attempt=1,
     )  # fmt: skip
     for step in (1, 2):
         writer.save(step, durable=step == 1)
