@@ -40,7 +40,7 @@ def save_newest_as_checkpoint(node: NodeDir, run: RunDir, check: Callable[[], No
     """
     saved = list_checkpoints(run.checkpoints)
     newest = step_of(saved[0]) if saved else 0
-    states = whole_states((shard.state, shard.index, shard.path) for shard in list_shards(node.snapshots))
+    states = whole_states(list_shards(node.snapshots))
     for (step, *_), held in sorted(states.items(), reverse=True):
         if step <= newest:
             return None

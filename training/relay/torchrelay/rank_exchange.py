@@ -85,11 +85,7 @@ class RankGroup:
 
     @contextmanager
     def raise_together(self) -> Iterator[None]:
-        """Make all ranks raise if the `with` block raises an error on any rank. All ranks must enter the block.
-
-        Raises:
-            OtherRankError: on the ranks without an error.
-        """
+        """Make all ranks raise if the block raises on any rank: OtherRankError on the ranks without an error."""
         failure: Exception | None = None
         try:
             yield
@@ -201,12 +197,7 @@ class Ranks:
         self._consensus: StopConsensus | None = None
 
     def connect(self, call: str) -> StopConsensus:
-        """Connect once, and return the consensus.
-
-        Raises:
-            RuntimeError: several ranks have no process group.
-            OtherVersionError: this package is not the run's.
-        """
+        """Connect once, and return the consensus. Raises RuntimeError if several ranks have no process group."""
         from torch import distributed
 
         if self._consensus is None:
@@ -227,11 +218,7 @@ class Ranks:
         )
 
     def agree(self, call: str, *, save: int = 0, snapshot: int = 0) -> StepFlags | None:
-        """Exchange flags, and return the agreed ones; None once the ranks have agreed to stop. All ranks call this.
-
-        Raises:
-            RuntimeError, OtherVersionError: as `connect`.
-        """
+        """Exchange flags, and return the agreed ones; None once the ranks have agreed to stop. All ranks call this."""
         if self.stopping is None:
             consensus = self.connect(call)
             try:

@@ -45,22 +45,9 @@ FORMAT = 1
 _SHARD = re.compile(r"shard-(\d+)-of-(\d+)")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shard:
-    """A snapshot of a shard in a node's memory. A whole state is the only shard of itself."""
-
-    step: int
-    attempt: int
-    """Number of the attempt that wrote it."""
-    count: int
-    """Number of shards of the state."""
-    index: int
-    path: Path
-
-    @property
-    def state(self) -> State:
-        """The snapshot of which this is a shard."""
-        return self.step, self.attempt, self.count
+State = tuple[int, int, int]
+"""Identifies a snapshot: its step, the attempt that wrote it, and its number of shards. A whole state is one shard."""
+Holder = TypeVar("Holder")
 
 
 def shard_directory(snapshots: Path, index: int, count: int) -> Path:
@@ -73,12 +60,14 @@ def _directories(snapshots: Path) -> list[Path]:
     return [snapshots, *snapshots.glob("shard-*")]
 
 
-def list_shards(snapshots: Path, damaged: Callable[[Path, str], object] = lambda _path, _reason: None) -> list[Shard]:
-    """Return the intact snapshots in a node's memory. `damaged` is called for each other one, with the reason.
+def list_shards(
+    snapshots: Path, damaged: Callable[[Path, str], object] = lambda _path, _reason: None
+) -> list[tuple[State, int, Path]]:
+    """Return the intact snapshots in a node's memory: of which state, the number of the shard, and the directory.
 
-    The directory need not exist.
+    `damaged` is called for each other one, with the reason. The directory `snapshots` need not exist.
     """
-    found = list[Shard]()
+    found = list[tuple[State, int, Path]]()
     for directory in _directories(snapshots):
         name = _SHARD.fullmatch(directory.name)
         index, count = map(int, name.groups()) if name else (0, 1)
@@ -92,13 +81,8 @@ def list_shards(snapshots: Path, damaged: Callable[[Path, str], object] = lambda
             if reason:
                 damaged(path, reason)
             else:
-                found.append(Shard(step=step_of(path), attempt=values["attempt"], count=count, index=index, path=path))
+                found.append(((step_of(path), values["attempt"], count), index, path))
     return found
-
-
-State = tuple[int, int, int]
-"""Identifies a snapshot: its step, the attempt that wrote it, and its number of shards."""
-Holder = TypeVar("Holder")
 
 
 def whole_states(shards: Iterable[tuple[State, int, Holder]]) -> dict[State, dict[int, list[Holder]]]:
@@ -181,33 +165,29 @@ class Restorer:
 
     def _candidates(self) -> list[Candidate]:
         """Return the states that the ranks can read together, the newest last."""
-        steps, shards, damaged = list[int](), list[Shard](), dict[str, str]()
+        steps, shards, damaged = list[int](), list[tuple[State, int]](), dict[str, str]()
         if self.checkpoints and self.peers.is_rank_zero:
             remove_unpublished(self.checkpoints, "step-*")
             steps = [step_of(path) for path in list_checkpoints(self.checkpoints)]
         if self.snapshots and self.peers.local_rank == 0:
             for directory in _directories(self.snapshots):
                 remove_unpublished(directory, "step-*")
-            shards = list_shards(self.snapshots, lambda path, reason: damaged.update({str(path): reason}))
-        every = self.peers.all_gather_json([steps, [(shard.state, shard.index) for shard in shards], damaged])
+            found = list_shards(self.snapshots, lambda path, reason: damaged.update({str(path): reason}))
+            shards = [(state, index) for state, index, _ in found]
+        every = self.peers.all_gather_json([steps, shards, damaged])
         for _, _, reasons in every:
             for path, reason in reasons.items():
                 self._report(Candidate(step=step_of(Path(path)), durable=False, path=Path(path)), reason)
         held = [(tuple(state), index, rank) for rank, (_, mine, _) in enumerate(every) for state, index in mine]
         snapshots = [
             Candidate(
-                step=step,
-                durable=False,
-                attempt=attempt,
-                count=count,
-                holders=holders,
-                path=checkpoint_path(self.snapshots or Path(), step),
+                step=state[0], durable=False, attempt=state[1], count=state[2], holders=holders,
+                path=checkpoint_path(self.snapshots or Path(), state[0]),
             )
-            for (step, attempt, count), holders in whole_states(held).items()
-        ]
-        checkpoints = self.checkpoints or Path()
-        durable = [Candidate(step=step, durable=True, path=checkpoint_path(checkpoints, step)) for step in every[0][0]]
-        return sorted([*snapshots, *durable])
+            for state, holders in whole_states(held).items()
+        ]  # fmt: skip
+        paths = [checkpoint_path(self.checkpoints or Path(), step) for step in every[0][0]]
+        return sorted([*snapshots, *(Candidate(step=step_of(path), durable=True, path=path) for path in paths)])
 
     def _report(self, candidate: Candidate, reason: str) -> None:
         """Warn, and record, that a state is not usable."""
@@ -239,11 +219,7 @@ class Restorer:
         }
 
     def _files_of(self, checkpoint: Path) -> list[Path]:
-        """Return the files of tensors of a checkpoint, on all ranks; none if its manifest is damaged.
-
-        Raises:
-            OtherFormatError: on all ranks, if another version has written it.
-        """
+        """Return the files of tensors of a checkpoint; none if its manifest is damaged. Raises OtherFormatError."""
         names, problem = list[str](), ""
         with suppress(OSError, ValueError, KeyError):  # it cannot be read, or is damaged, which is noticed later
             if self.peers.is_rank_zero:
@@ -258,12 +234,7 @@ class Restorer:
         return [checkpoint / name for name in names if fnmatch(name, TENSOR_FILES)]
 
     def _load(self, candidate: Candidate) -> None:
-        """Load a state.
-
-        Raises:
-            _Unusable: on all ranks.
-            OSError: on all ranks, if a checkpoint cannot be read, but may be intact.
-        """
+        """Load a state. Raises _Unusable or OSError as `_agreed`."""
         peers = self.peers
         if candidate.durable:
             paths = self._files_of(candidate.path)
@@ -286,11 +257,7 @@ class Restorer:
         self._is_half_loaded = False
 
     def _read_values(self, candidate: Candidate, files: Mapping[int, Path], source: int) -> tuple[Any, list[bytes]]:
-        """Return the values of a state, and what each rank had of its own, from rank `source`.
-
-        Raises:
-            _Unusable, OSError: as `_load`.
-        """
+        """Return the values of a state, and what each rank had of its own, from rank `source`."""
         peers = self.peers
         values = states = b""
         with _agreed(peers, candidate):
@@ -308,7 +275,7 @@ class Restorer:
 
 @contextmanager
 def _agreed(peers: RankGroup, candidate: Candidate) -> Iterator[None]:
-    """Raise on all ranks if a rank cannot read a state. All ranks must enter the block.
+    """Make all ranks raise if a rank cannot read a state. All ranks must enter the block.
 
     Raises:
         _Unusable: the state is damaged, or it is a snapshot.
@@ -344,11 +311,7 @@ class _Content:
     def of(
         cls, peers: RankGroup, owner: Owner, candidate: Candidate, paths: Mapping[int, Path], sources: Mapping[int, int]
     ) -> Self:
-        """Find the tensors in the files at `paths`, which this rank can read. All ranks must call this.
-
-        Raises:
-            _Unusable, OSError: as `_agreed`.
-        """
+        """Find the tensors in the files at `paths`, which this rank can read. All ranks must call this."""
         mine = dict[int, str]()
         with _agreed(peers, candidate):
             for index in (index for index, source in sources.items() if source == peers.rank):
@@ -373,12 +336,7 @@ class _Content:
         }
 
     def read(self, targets: Mapping[str, Part]) -> None:
-        """Read what this rank needs. All ranks must call this.
-
-        Raises:
-            _Unusable: on all ranks, if a file is damaged, or is a snapshot's and cannot be read.
-            OSError: on all ranks, if a checkpoint cannot be read.
-        """
+        """Read what this rank needs. All ranks must call this."""
         needed = set[int]()
         with _agreed(self.peers, self.candidate):
             needed = self._needed(targets)

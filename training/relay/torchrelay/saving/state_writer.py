@@ -133,12 +133,7 @@ class StateWriter:
     def save(self, step: int, *, durable: bool, position: Any = None) -> DeviceCopy | None:
         """Start to write the present state as a snapshot and, if `durable`, as a checkpoint. All ranks must call this.
 
-        Nothing is saved again at the same position.
-
-        Args:
-            step: the number of optimizer steps done.
-            durable: whether to write a checkpoint, too.
-            position: what has changed since the last save, if it is more than the step.
+        Nothing is saved again at the same `position`, which is the step (of the optimizer) if it is None.
 
         Returns:
             The copy for which a GPU must wait before it changes the state; None on a CPU, where the copy is made.
@@ -265,13 +260,7 @@ class StateWriter:
         return entries
 
     def _write_parts(self, directory: Path, state: _Save) -> None:
-        """Write a checkpoint of which each rank writes a part. Rank 0 makes the directory, and publishes it.
-
-        All ranks must see the same storage.
-
-        Raises:
-            OSError, OtherRankError: a rank could not write. All older checkpoints are kept.
-        """
+        """Write a checkpoint of which each rank writes a part to the same storage. Rank 0 publishes it."""
         peers, step = self._background_peers, state.captured.step
         temporary = unpublished_name(checkpoint_path(directory, step))
         temporary = Path(os.fsdecode(peers.broadcast_bytes(os.fsencode(temporary))))

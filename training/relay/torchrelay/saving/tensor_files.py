@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from .shards import Block, Part, copy_common
 
@@ -217,8 +217,6 @@ class TensorFile:
     def read(self, name: str, wanted: Block | None = None) -> tuple[Tensor, Block]:
         """Read the rows (of the first dimension) that another block needs, or all. Returns them, and which block it is.
 
-        The whole file is not mapped: if the storage failed, a read of mapped memory would kill the process.
-
         Raises:
             OSError: the file cannot be read.
             ValueError: the file is too short.
@@ -234,9 +232,11 @@ class TensorFile:
             block = Block(offset=(first, *block.offset[1:]), shape=(last - first, *block.shape[1:]), whole=block.whole)
         row_bytes = math.prod(block.shape[1:]) * saved.kind.itemsize
         data = bytearray(math.prod(block.shape) * saved.kind.itemsize)
-        with self._path.open("rb", buffering=0) as opened:
+        # The whole file is not mapped: if the storage failed, a read of mapped memory would kill the process.
+        with self._path.open("rb") as opened:
             opened.seek(len(self.header) + saved.begin + skipped * row_bytes)
-            _read_into(opened, data)
+            if opened.readinto(data) < len(data):
+                raise ValueError(f"{self._path} is too short")
         # An empty buffer is refused by frombuffer.
         content = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         return content.view(saved.kind).view(block.shape), block
@@ -251,16 +251,6 @@ def _read_header(path: Path) -> bytes:
     with path.open("rb") as opened:
         size = opened.read(8)
         return size + opened.read(int.from_bytes(size, "little"))
-
-
-def _read_into(file: IO[bytes], data: bytearray) -> None:
-    with memoryview(data) as view:
-        done = 0
-        while done < len(data):
-            count = file.readinto(view[done:])  # type: ignore[attr-defined]  # of a file without a buffer
-            if not count:
-                raise ValueError(f"{file.name} is too short")
-            done += count
 
 
 def read_whole_tensors(directory: Path) -> dict[str, Tensor]:
