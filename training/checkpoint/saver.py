@@ -44,18 +44,11 @@ class Saver(Owner):
         # CUDA gives each new thread the node's first GPU, on which every rank would then take memory.
         choose_device = partial(torch.cuda.set_device, group.device) if group.device.type == "cuda" else None
         self.writer = StateWriter(
-            peers=group,
-            objects=state.objects,
-            checkpoints=context.run_dir.checkpoints,
+            peers=group, objects=state.objects, checkpoints=context.run_dir.checkpoints,
             snapshots=self._snapshot_directory if snapshots.steps or snapshots.seconds else None,
-            keep=config.keep_checkpoints,
-            owner=self,
-            attempt=context.attempt,
-            extra={"identity": state.identity},
-            checkpoint_times=self.checkpoints,
-            snapshot_times=self.snapshots,
-            prepare_thread=choose_device,
-        )
+            keep=config.keep_checkpoints, owner=self, attempt=context.attempt, extra={"identity": state.identity},
+            checkpoint_times=self.checkpoints, snapshot_times=self.snapshots, prepare_thread=choose_device,
+        )  # fmt: skip
 
     # --- when to save ---
 
@@ -111,12 +104,9 @@ class Saver(Owner):
             TorchrelayError: the storage cannot be read.
         """
         restorer = Restorer(
-            peers=self._group,
-            objects=self._state.objects,
-            checkpoints=self._context.run_dir.checkpoints,
-            snapshots=self._snapshot_directory,
-            owner=self,
-        )
+            peers=self._group, objects=self._state.objects, checkpoints=self._context.run_dir.checkpoints,
+            snapshots=self._snapshot_directory, owner=self,
+        )  # fmt: skip
         try:
             restored = restorer.restore()
         except OtherFormatError as error:

@@ -144,6 +144,32 @@ def test_ranks_with_different_tensors_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+ODD_ON_RANK_1 = """
+import os, sys
+from torch import distributed
+from torchrelay import state
+distributed.init_process_group("gloo")
+class Count:
+    value = 0
+    def state_dict(self): return {"value": self.value}
+    def load_state_dict(self, state): self.value = state["value"]
+count, odd = Count(), object() if os.environ["RANK"] == "1" else 0
+if sys.argv[1] == "before the first step":
+    count.value = odd
+with state(count=count) as saved:
+    count.value, saved.step = odd, 1
+"""
+
+
+@pytest.mark.parametrize("when", ["before the first step", "later"])
+def test_error_of_one_rank_ends_the_others_with_its_reason(tmp_path: Path, when: str) -> None:
+    (tmp_path / "run").mkdir()
+    refused = run_forked(ODD_ON_RANK_1, when, directory=tmp_path, ranks=2, **agent_variables(tmp_path / "run"))
+    assert refused.returncode != 0
+    for error in ("TypeError: ", "OtherRankError: rank 1: "):
+        assert f"{error}state(count=...): its state_dict() holds more than tensors" in refused.stderr
+
+
 RESUMED = """
 import torch
 from torch import distributed
