@@ -221,7 +221,7 @@ class Restorer:
     def _files_of(self, checkpoint: Path) -> list[Path]:
         """Return the files of tensors of a checkpoint; none if its manifest is damaged. Raises OtherFormatError."""
         names, problem = list[str](), ""
-        with suppress(OSError, ValueError, KeyError, TypeError):  # it cannot be read, or is damaged, which is noticed later
+        with suppress(OSError, ValueError, KeyError, TypeError):  # unreadable or damaged: noticed later
             if self.peers.is_rank_zero:
                 names = sorted(file_names(checkpoint))
                 if STATE_VALUES not in names:
