@@ -56,7 +56,9 @@ class NodeSnapshots:
             self._problem = self._lacking(written, sizes) if own else ""
         else:
             # The first rank of a node decides for it: while others look, ranks of the node already take the memory.
-            mine = [self._lacking(written, sizes), self._lacking(written + kept, sizes)]
+            mine = []
+            if rank == self._of_node[0]:
+                mine = [self._lacking(written, sizes), self._lacking(written + kept, sizes)]
             answers = self._peers.all_gather_json(mine)
             self._problem = answers[self._of_node[0]][0] if own else ""
             without_copies = next((answers[first][1] for first in holders.nodes if answers[first][1]), "")
@@ -73,15 +75,17 @@ class NodeSnapshots:
 
     def _lacking(self, ranks: Sequence[int], sizes: Sequence[int]) -> str:
         """Return why the node's memory cannot take the snapshots of ranks' shards, or an empty text."""
+        missing = 0
         try:
-            make_private(self._directory)
-            missing = 0
             for rank in ranks:
                 files = self._directory_of(rank).glob(f"*/{STATE_TENSORS}")
                 missing += max(0, KEPT_SNAPSHOTS * sizes[rank] - sum(file.stat().st_size for file in files))
-            return lacking_space(self._directory, missing) if missing else ""
+            if missing:
+                make_private(self._directory)
+                return lacking_space(self._directory, missing)
         except OSError as error:
             return reason_of(error)
+        return ""
 
     def _warn_if_off(self) -> None:
         if self._problem and self._owner.warn_once("snapshots are off on this node", self._problem, "a crash"):
