@@ -36,6 +36,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 from torchrelay.rank_exchange import RankGroup
 from torchrelay.saving.objects import Objects, capture
+from torchrelay.saving.owner import Owner
 from torchrelay.saving.state_writer import StateWriter
 
 from benchmarks.harness import Findings, Flags, Row, benchmark
@@ -87,12 +88,11 @@ def times_of(name: str, step: Callable[[], object], save: Save, count: int) -> R
     return {"saved_by": name} | {kind: round(median(found[_UNCOUNTED:]) * 1e3, 1) for kind, found in kinds.items()}
 
 
-def by_script(model: nn.Module, optimizer: Optimizer, writer: StateWriter) -> Save:
-    """Save as `state(model=..., optimizer=...)` does."""
-    objects = Objects.of_script({"model": model, "optimizer": optimizer})
+def by_script(writer: StateWriter) -> Save:
+    """Save as a script does."""
 
     def save(step: int) -> Callable[[], object]:
-        writer.save(objects, step, durable=False)
+        writer.save(step, durable=False)
         return writer.wait
 
     return save
@@ -114,41 +114,20 @@ def by_torch(model: nn.Module, optimizer: Optimizer, directory: Path) -> Save:
     return save
 
 
-class Owner:
+class StrictOwner(Owner):
     """A script without a run, whose saves must not fail."""
 
-    def check(self) -> None:
-        """Do nothing."""
-
-    def accepts(self, _tensors: object) -> bool:
-        """Accept all states."""
-        return True
-
-    def publishing(self, step: int) -> None:
-        """Do nothing."""
-
-    def checkpoint_saved(self, step: int, seconds: float, copy_seconds: float) -> None:
-        """Do nothing."""
-
-    def checkpoint_failed(self, step: int, reason: str) -> None:
+    def warn(self, text: str) -> None:
         """Fail."""
-        raise RuntimeError(f"step {step}: {reason}")
-
-    def snapshot_saved(self, step: int, node_bytes: int) -> None:
-        """Do nothing."""
-
-    def snapshots_off(self, reason: str) -> None:
-        """Fail."""
-        raise RuntimeError(reason)
-
-    def copies_off(self, reason: str) -> None:
-        """Fail."""
-        raise RuntimeError(reason)
+        raise RuntimeError(text)
 
 
-def script_writer(peers: RankGroup, directory: Path) -> StateWriter:
-    """Return a writer of a script's snapshots."""
-    return StateWriter(peers=peers, checkpoints=None, snapshots=directory, keep=1, owner=Owner(), attempt=1)
+def script_writer(model: nn.Module, optimizer: Optimizer, peers: RankGroup, directory: Path) -> StateWriter:
+    """Return a writer of snapshots as of `state(model=..., optimizer=...)`."""
+    return StateWriter(
+        peers=peers, objects=Objects.of_script({"model": model, "optimizer": optimizer}), checkpoints=None,
+        snapshots=directory, keep=1, owner=StrictOwner(), attempt=1,
+    )  # fmt: skip
 
 
 # --- one rank ---
@@ -166,8 +145,8 @@ def rows_of(case: Case, count: int) -> list[Row]:
         auto = parse_interval("snapshot_every", "auto").seconds or 0.0
         every = round(max(auto, trainer.saver.writer.cost_seconds / AUTO_OVERHEAD), 1)
         trainer.saver.clear()
-        writer = script_writer(group, Path(memory) / "script")
-        script = times_of("script", lambda: next(steps), by_script(state.model, state.optimizer, writer), count)
+        writer = script_writer(state.model, state.optimizer, group, Path(memory) / "script")
+        script = times_of("script", lambda: next(steps), by_script(writer), count)
         size_bytes = bytes_of(state.model, state.optimizer, group)
         shutil.rmtree(Path(memory) / "script")
         rival = times_of("async_save", lambda: next(steps), by_torch(state.model, state.optimizer, Path(memory)), count)
@@ -243,8 +222,8 @@ def sharded_rank(rank: int, place: Mapping[str, str], memory: Path, options: Opt
         step()
         distributed.barrier()
 
-    writer = script_writer(peers, memory / f"node-{rank}")
-    script = times_of("script", begin_together, by_script(model, optimizer, writer), options.snapshots)
+    writer = script_writer(model, optimizer, peers, memory / f"node-{rank}")
+    script = times_of("script", begin_together, by_script(writer), options.snapshots)
     size_bytes = bytes_of(model, optimizer, peers)
     distributed.barrier()
     shutil.rmtree(memory / f"node-{rank}")

@@ -9,11 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay import this_rank
+from torchrelay.saving.owner import Owner
 
 from hpc.base.environment import ATTEMPT, NEXT_CLAIM, PROTOCOL, RUN_DIR
 from hpc.run.events.ledger import claim_file
 from hpc.run.rundir import RunDir
 from support.trainings import run_forked
+
+
+class StrictOwner(Owner):
+    """A script whose states must all be usable and saved."""
+
+    def warn(self, text: str) -> None:
+        """Fail: nothing may go wrong."""
+        raise AssertionError(text)
+
 
 # A model of one rank's own noise: whether random numbers, weights and own objects go on is seen in the last line.
 SCRIPT = """

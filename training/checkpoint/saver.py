@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torchrelay.progress_files import progress_files
 from torchrelay.saving.interval import SaveTimes
+from torchrelay.saving.owner import Owner
 from torchrelay.saving.restoring import Candidate, OtherFormatError, Restorer, remove_newer
 from torchrelay.saving.state_writer import StateWriter
 
@@ -23,45 +24,40 @@ from training.runtime.console import Console
 from training.runtime.process_group import ProcessGroup, SharedError
 from training.runtime.run_context import RunContext
 
+_EVENTS = {
+    "checkpoint_failed": CheckpointFailed, "checkpoint_rejected": CheckpointRejected,
+    "checkpoint_saved": CheckpointSaved, "snapshot_off": SnapshotOff,
+}  # fmt: skip
 
-class Saver:
+
+class Saver(Owner):
     """The saved states of one training. All ranks make the same calls."""
 
     def __init__(self, context: RunContext, state: TrainState, group: ProcessGroup, logger: RunLogger) -> None:
+        super().__init__()
         config, node = context.config, context.node_dir
         self._context, self._state, self._group, self._logger = context, state, group, logger
         self._snapshot_directory = node.snapshots if node else None
-        self.checkpoints = _times_of(parse_interval("checkpoint_every", config.checkpoint_every))
-        self.snapshots = _times_of(parse_interval("snapshot_every", config.snapshot_every) if node else Interval())
-        self._warned = set[str]()
+        snapshots = parse_interval("snapshot_every", config.snapshot_every) if node else Interval()
+        self.checkpoints = SaveTimes(**vars(parse_interval("checkpoint_every", config.checkpoint_every)))
+        self.snapshots = SaveTimes(**vars(snapshots))
         # CUDA gives each new thread the node's first GPU, on which every rank would then take memory.
         choose_device = partial(torch.cuda.set_device, group.device) if group.device.type == "cuda" else None
         self.writer = StateWriter(
-            peers=group,
-            checkpoints=context.run_dir.checkpoints,
-            snapshots=self._snapshot_directory if self.snapshots.steps or self.snapshots.seconds else None,
-            keep=config.keep_checkpoints,
-            owner=self,
-            attempt=context.attempt,
-            prepare_thread=choose_device,
-        )
+            peers=group, objects=state.objects, checkpoints=context.run_dir.checkpoints,
+            snapshots=self._snapshot_directory if snapshots.steps or snapshots.seconds else None,
+            keep=config.keep_checkpoints, owner=self, attempt=context.attempt, extra={"identity": state.identity},
+            checkpoint_times=self.checkpoints, snapshot_times=self.snapshots, prepare_thread=choose_device,
+        )  # fmt: skip
 
     # --- when to save ---
-
-    @property
-    def checkpoint_is_due(self) -> bool:
-        """Whether the time for a checkpoint has come. Since the ranks' clocks differ, act on one rank's answer only."""
-        return self.checkpoints.due_by_time(self.writer.cost_seconds)
 
     def snapshot_is_due(self, boundaries: int) -> bool:
         """Return whether a snapshot will be due after `boundaries` more steps, when all ranks have agreed on it."""
         # No snapshot while the logger writes the best model: a restore rejects a snapshot whose best model is missing.
         if self.writer.busy or self._logger.busy:
             return False
-        step = self._state.progress.step + boundaries
-        return self.snapshots.due_after(step) or self.snapshots.due_by_time(
-            self.writer.cost_seconds, self.writer.sending_seconds
-        )
+        return self.snapshots.due_after(self._state.progress.step + boundaries) or self.writer.snapshot_is_due
 
     @property
     def checkpoint_is_saved(self) -> bool:
@@ -73,27 +69,21 @@ class Saver:
     def save(self, *, durable: bool) -> float:
         """Start to save a checkpoint (`durable`) or snapshot, unless this step has one.
 
-        Returns the seconds of the copy; for a copy from a GPU, the seconds to start it; 0 if there was no copy. Raises
-        SharedError if more images are unreadable than --max-corrupt-images.
+        Returns the seconds of the copy; for a copy from a GPU, the seconds to start it.
+
+        Raises:
+            SharedError: more images are unreadable than --max-corrupt-images.
         """
-        step = self._state.progress.step
-        times = self.checkpoints if durable else self.snapshots
-        if times.is_saved(step):
-            return 0.0
-        times.record(step)
-        self.snapshots.record(step)  # a checkpoint is a snapshot, too
         if durable:
             self._logger.wait()  # the state refers to the best model, which must be written first
         began = time.monotonic()
-        if copy := self.writer.save(self._state.objects, step, {"identity": self._state.identity}, durable=durable):
+        if copy := self.writer.save(self._state.progress.step, durable=durable):
             self._state.copies.append(copy)
         return time.monotonic() - began
 
     def finish(self) -> None:
         """Wait for the last checkpoint, and try it again once if its write failed: the disk may have space by now."""
-        self.writer.wait()
-        if any(self._group.all_gather_json(bool(self.writer.unwritten))):
-            self.checkpoints.record(None, due=True)
+        if self.writer.wait_and_forget_failed():
             self.save(durable=True)
             self.writer.wait()
 
@@ -103,58 +93,6 @@ class Saver:
         self._group.all_gather_json(None)
         if self._snapshot_directory and self._group.local_rank == 0:
             remove_newer(self._snapshot_directory, 0)
-
-    # --- what the writer's thread calls ---
-
-    def check(self) -> None:
-        """Raise SucceededError if a later attempt has begun."""
-        self._logger.check_is_newest()
-
-    def accepts(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Wait for the metrics, to which the state refers. If the loss is not finite, the training has diverged."""
-        self._logger.wait_for_metrics()
-        return LOSS not in tensors or math.isfinite(float(tensors[LOSS]))
-
-    def publishing(self, step: int) -> None:
-        """Let a test kill the rank."""
-        self._context.fault.inject("save", step, self._group.rank)
-
-    def checkpoint_saved(self, step: int, seconds: float, copy_seconds: float) -> None:
-        """Record it."""
-        self._logger.event(CheckpointSaved(step=step, seconds=round(seconds, 3), copy_seconds=round(copy_seconds, 4)))
-
-    def checkpoint_failed(self, step: int, reason: str) -> None:
-        """Record it, and warn."""
-        self._logger.console.warn(
-            f"the checkpoint of step {step} was not saved ({reason}): free some space below "
-            f"{self._context.run_dir.checkpoints}"
-        )
-        self._logger.event(CheckpointFailed(step=step, reason=reason))
-
-    def snapshot_saved(self, step: int, node_bytes: int) -> None:
-        """Record it for `hpc status`."""
-        progress_files.snapshot(step, node_bytes)
-
-    def snapshots_off(self, reason: str) -> None:
-        """Warn, only once. Each later save still tries to write a snapshot."""
-        if "off" in self._warned:
-            return
-        self._warned.add("off")
-        # The logger's console prints on rank 0 only, but this concerns the node of any rank.
-        console = self._logger.console if self._group.is_rank_zero else Console(enabled=True)
-        console.warn(f"snapshots are off on this node ({reason}): a crash may cost all steps since the last checkpoint")
-        self._logger.event(SnapshotOff(reason=reason))
-
-    def copies_off(self, reason: str) -> None:
-        """Warn, only once."""
-        if "no copies" not in self._warned:
-            self._warned.add("no copies")
-            self._logger.console.warn(
-                f"snapshots have no copies on other nodes ({reason}): a lost node may cost all steps since the last "
-                "checkpoint"
-            )
-
-    # --- restoring ---
 
     def restore(self) -> Candidate | None:
         """Load the newest usable state, and return it, or None if no state is usable.
@@ -166,45 +104,61 @@ class Saver:
             TorchrelayError: the storage cannot be read.
         """
         restorer = Restorer(
-            peers=self._group,
-            checkpoints=self._context.run_dir.checkpoints,
-            snapshots=self._snapshot_directory,
-            objects=self._state.objects,
-            discarded=self._discarded,
-            check=self._problem,
-            beat=partial(self._context.heartbeat.beat, "start"),
-        )
+            peers=self._group, objects=self._state.objects, checkpoints=self._context.run_dir.checkpoints,
+            snapshots=self._snapshot_directory, owner=self,
+        )  # fmt: skip
         try:
             restored = restorer.restore()
         except OtherFormatError as error:
             raise SharedError(f"{error}, or use another --run-dir") from error
         except OSError as error:
             raise TorchrelayError(str(error)) from error
-        step = self._state.progress.step
-        # Only nodes' memory holds a restored snapshot: save a checkpoint soon, because a failed node may fail again.
-        self.checkpoints.record(step, due=restored is not None and not restored.durable)
-        self.snapshots.record(step)
+        self.writer.begin(restored, self._state.progress.step)
         return restored
 
-    def _problem(self, values: Mapping[str, Any], candidate: Candidate) -> str:
+    # --- as the owner of the states ---
+
+    def check(self) -> None:
+        """Raise SucceededError if a later attempt has begun."""
+        self._logger.check_is_newest()
+
+    def accepts(self, tensors: Mapping[str, Tensor], /) -> bool:
+        """Wait for the metrics, to which the state refers. If the loss is not finite, the training has diverged."""
+        self._logger.wait_for_metrics()
+        return LOSS not in tensors or math.isfinite(float(tensors[LOSS]))
+
+    def publishing(self, step: int) -> None:
+        """Let a test kill the rank."""
+        self._context.fault.inject("save", step, self._group.rank)
+
+    def snapshot_saved(self, step: int, node_bytes: int) -> None:
+        """Record it for `hpc status`."""
+        progress_files.snapshot(step, node_bytes)
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Append an event to the run's ledger, on rank 0."""
+        self._logger.event(_EVENTS[name](**fields))
+
+    def warn(self, text: str) -> None:
+        """Print a warning of any rank. The logger's console prints on rank 0 only."""
+        console = self._logger.console if self._group.is_rank_zero else Console(enabled=True)
+        console.warn(text)
+
+    def beat(self) -> None:
+        """Show that this rank is alive while it restores a state."""
+        self._context.heartbeat.beat("start")
+
+    def problem(self, values: Mapping[str, Any], name: str, /, *, durable: bool) -> str:
         """Return why a state is not usable, or an empty text. Raises SharedError on all ranks for a checkpoint."""
         try:
             with self._group.raise_on_all_ranks():
                 if self._group.is_rank_zero:
-                    self._state.check_compatible(values, candidate.path.name)
+                    self._state.check_compatible(values, name)
         except UserError as error:
             # The flags do not fit the state: another snapshot will be tried; a checkpoint needs the user.
-            if candidate.durable:
+            if durable:
                 raise
             return str(error)
-        if candidate.durable or not self._group.is_rank_zero:
+        if durable or not self._group.is_rank_zero:
             return ""
         return missing_results(values["objects"]["progress"], self._context.run_dir)
-
-    def _discarded(self, candidate: Candidate, reason: str) -> None:
-        self._logger.console.warn(f"{candidate.source} {candidate.path} is not used: {reason}")
-        self._logger.event(CheckpointRejected(path=str(candidate.path), reason=reason))
-
-
-def _times_of(interval: Interval) -> SaveTimes:
-    return SaveTimes(steps=interval.steps, seconds=interval.seconds, max_overhead=interval.max_overhead)

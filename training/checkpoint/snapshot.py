@@ -3,9 +3,10 @@
 A snapshot is a state in a node's memory, in the format of a checkpoint. The ranks write it (`torchrelay.saving`).
 """
 
-import itertools
+import filecmp
 import json
-from collections.abc import Callable, Iterable, Mapping
+import shutil
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,13 @@ from torchrelay.checkpoint_files import (
     STATE_TENSORS,
     STATE_VALUES,
     checkpoint_path,
+    file_names,
+    find_damage,
     list_checkpoints,
-    read_checkpoint,
     save_checkpoint,
     step_of,
 )
-from torchrelay.saving.restoring import Shard, list_shards
+from torchrelay.saving.restoring import list_shards, whole_states
 
 from hpc.base.files import last_json_line, read_json_lines
 from hpc.run.nodedir import NodeDir
@@ -31,24 +33,24 @@ def save_newest_as_checkpoint(node: NodeDir, run: RunDir, check: Callable[[], No
 
     No older checkpoint is deleted. Call this when no rank writes any more. Several nodes' agents may call it at once.
     `check` raises if the checkpoint may not be published. Returns the step of the saved snapshot, or None if no
-    snapshot was saved. Shards (FSDP) are saved only if this node holds all of them. Raises OSError if the snapshot
-    cannot be read, or the checkpoint cannot be written. No part of it remains.
+    snapshot was saved. Shards (FSDP) are saved only if this node holds all of them.
+
+    Raises:
+        OSError: the snapshot cannot be read, or the checkpoint cannot be written. No part of it remains.
     """
     saved = list_checkpoints(run.checkpoints)
     newest = step_of(saved[0]) if saved else 0
-    for shards in reversed(_whole_states(node.snapshots)):
-        step = shards[0].step
+    states = whole_states(list_shards(node.snapshots))
+    for (step, *_), held in sorted(states.items(), reverse=True):
         if step <= newest:
             return None
-        files = _read_all(shards)
-        if not files:
-            continue
-        values = json.loads(files[STATE_VALUES])
+        shards = [held[index][0] for index in range(len(held))]
+        values = json.loads((shards[0] / STATE_VALUES).read_bytes())
         # A user's script saves no identity, and its states depend on no results.
         if "identity" in values and missing_results(values["objects"]["progress"], run):
             continue
         try:
-            save_checkpoint(run.checkpoints, step, partial(_write_files, files), keep=None, check=check)
+            save_checkpoint(run.checkpoints, step, partial(_copy, shards), keep=None, check=check)
         except OSError:
             if checkpoint_path(run.checkpoints, step).exists():
                 return None  # another node's agent has just saved this step
@@ -57,35 +59,18 @@ def save_newest_as_checkpoint(node: NodeDir, run: RunDir, check: Callable[[], No
     return None
 
 
-def _whole_states(snapshots: Path) -> list[list[Shard]]:
-    """Return the states of which a node holds all shards, the newest last."""
-
-    def state_of(shard: Shard) -> tuple[int, int, int]:
-        return shard.step, shard.attempt, shard.count
-
-    shards = sorted(list_shards(snapshots), key=lambda shard: (state_of(shard), shard.index))
-    states = [list(state) for _, state in itertools.groupby(shards, state_of)]
-    return [state for state in states if len(state) == state[0].count]
-
-
-def _read_all(shards: Iterable[Shard]) -> dict[str, bytes]:
-    """Return the files of the shards of a state by name, or {} if one is damaged. All but the tensors are equal."""
-    files = dict[str, bytes]()
-    for shard in shards:
-        part = read_checkpoint(shard.path)
-        if isinstance(part, str):
-            return {}
-        if shard.count > 1:
-            part[f"state-{shard.index:05d}-of-{shard.count:05d}.safetensors"] = part.pop(STATE_TENSORS)
-        files |= part
-    return files
-
-
-def _write_files(files: Mapping[str, bytes], directory: Path) -> None:
-    for name, data in files.items():
-        (directory / name).write_bytes(data)
-        if (directory / name).read_bytes() != data:
-            raise OSError(f"{directory / name} is not as it was written")
+def _copy(shards: list[Path], directory: Path) -> None:
+    """Copy the files of a state's shards. All but the tensors are equal. Raises OSError if a copy differs."""
+    for index, shard in enumerate(shards):
+        for name in file_names(shard):
+            is_part = len(shards) > 1 and name == STATE_TENSORS
+            target = directory / (f"state-{index:05d}-of-{len(shards):05d}.safetensors" if is_part else name)
+            shutil.copyfile(shard / name, target)
+            if not filecmp.cmp(shard / name, target, shallow=False):
+                raise OSError(f"{target} is not as it was written")
+        # A rank that has renamed the directory meanwhile may already write the next snapshot into its files.
+        if damage := find_damage(shard):
+            raise OSError(f"{shard} was changed while it was copied: {damage}")
 
 
 def missing_results(progress: Mapping[str, Any], run: RunDir) -> str:

@@ -252,7 +252,7 @@ class Trainer:
         agreed = self.stop_consensus.exchange(
             StepFlags(
                 signal=signals.received(),
-                save=int(is_rank_zero and self.saver.checkpoint_is_due),
+                save=int(is_rank_zero and self.saver.writer.checkpoint_is_due),
                 snapshot=int(snapshot_due),
                 corrupt_images=int(self.corrupt_images.has_unshared),
                 end=int(is_rank_zero and self.early_stopping.out_of_time),

@@ -322,9 +322,9 @@ def small_memory(tmp_path: Path) -> Iterator[Path]:
 
 def pass_the_space_check() -> None:
     """In a rank: let the memory run full after the check."""
-    from torchrelay.saving import state_writer
+    from torchrelay.saving import node_snapshots
 
-    state_writer.lacking_space = lambda *_, **__: ""
+    node_snapshots.lacking_space = lambda *_, **__: ""
 
 
 @pytest.mark.parametrize("prepare", [None, pass_the_space_check])

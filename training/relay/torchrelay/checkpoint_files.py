@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ _UNFINISHED, _REPLACED = "tmp", "old"
 _UNSUPPORTED = {errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
 STATE_TENSORS, STATE_VALUES, RANKS = "state.safetensors", "state.json", "ranks.pt"
 """Files of a state: its tensors, its other values, and what each rank has of its own."""
-_KEPT_SNAPSHOTS = 2
+KEPT_SNAPSHOTS = 2
+"""Number of snapshots of a state in a node's memory, with the one that is being written."""
 
 WriteFiles = Callable[[Path], dict[str, Any] | None]
 
@@ -36,14 +37,14 @@ def publish_directory(
     """Create or replace a directory of files. The old directory is deleted only after the new one has its name.
 
     `write_files` receives the directory, and need not flush its files. The directory is new and empty, or `reused`: one
-    with a name from `unpublish` or `new_unpublished`, with its files. It gets the permissions `mode`, and its files get
-    them without the execute bits. If `mode` is None, the umask decides. `check` is called after the write, which may
-    take minutes. If `check` raises, nothing is published. After an error, `reused` stays.
+    with an `unpublished_name`, with its files. It gets the permissions `mode`, and its files get them without the
+    execute bits. If `mode` is None, the umask decides. `check` is called after the write, which may take minutes. If
+    `check` raises, nothing is published. After an error, `reused` stays.
 
     Raises:
         OSError: a write failed, such as on a full disk. The old directory is unchanged, and no temporary one remains.
     """
-    temporary = reused or _temporary_name(path, _UNFINISHED)
+    temporary = reused or unpublished_name(path)
     try:
         if not reused:
             temporary.mkdir(mode=0o777 if mode is None else mode)
@@ -56,7 +57,7 @@ def publish_directory(
         if check:
             check()
         # A directory cannot be renamed onto one that has entries.
-        old = _temporary_name(path, _REPLACED) if path.exists() else None
+        old = unpublished_name(path, _REPLACED) if path.exists() else None
         if old:
             path.rename(old)
         temporary.rename(path)
@@ -69,7 +70,8 @@ def publish_directory(
         raise
 
 
-def _temporary_name(path: Path, ending: str) -> Path:
+def unpublished_name(path: Path, ending: str = _UNFINISHED) -> Path:
+    """Return a new name for a directory that is to be published at a path."""
     return path.parent / f".{path.name}.{uuid.uuid4().hex}.{ending}"
 
 
@@ -86,14 +88,9 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def new_unpublished(directory: Path) -> Path:
-    """Return a new name, in a directory of saved states, for one that is not published yet."""
-    return _temporary_name(checkpoint_path(directory, 0), _UNFINISHED)
-
-
 def unpublish(path: Path) -> Path:
     """Give a published directory a temporary name, and return it. Raises OSError if the directory has gone."""
-    return path.rename(_temporary_name(path, _UNFINISHED))
+    return path.rename(unpublished_name(path))
 
 
 def remove_published(path: Path) -> None:
@@ -142,13 +139,13 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 
 def save_checkpoint(
-    directory: Path, step: int, write_files: WriteFiles, keep: int | None, mode: int | None = None,
-    *, check: Callable[[], None] | None = None,
+    directory: Path, step: int, write_files: WriteFiles, keep: int | None,
+    *, check: Callable[[], None] | None = None, reused: Path | None = None,
 ) -> Path:  # fmt: skip
-    """Write a checkpoint. Once it is on the disk, delete all but the newest `keep`, or nothing if `keep` is None.
+    """Write a checkpoint that only its owner may read, and then delete all but the newest `keep`; None deletes nothing.
 
     `write_files` receives the checkpoint's directory. It may return manifest entries of files, which are then not read
-    again. The directory gets the permissions `mode`. `check` raises if the checkpoint may not be published.
+    again. `check` and `reused` are as for `publish_directory`.
 
     Raises:
         OSError: the checkpoint could not be written. All older ones are kept.
@@ -161,7 +158,7 @@ def save_checkpoint(
 
     directory.mkdir(exist_ok=True)
     path = checkpoint_path(directory, step)
-    publish_directory(path, write, mode, check=check)
+    publish_directory(path, write, 0o700, check=check, reused=reused)
     if keep is not None:
         for outdated in list_checkpoints(directory)[keep:]:
             remove_published(outdated)
@@ -189,7 +186,7 @@ def save_snapshot(directory: Path, step: int, write_files: WriteFiles, *, reused
 
     make_private(directory)
     publish_directory(checkpoint_path(directory, step), write, 0o700, reused=reused)
-    for outdated in list_checkpoints(directory)[_KEPT_SNAPSHOTS:]:
+    for outdated in list_checkpoints(directory)[KEPT_SNAPSHOTS:]:
         remove_published(outdated)
 
 
@@ -205,12 +202,10 @@ def reject(path: Path) -> None:
     path.rename(path.with_name(_REJECTED + path.name))
 
 
-def discard(path: Path, *, durable: bool) -> None:
-    """Reject a checkpoint (`durable`) or remove a snapshot, so that no attempt reads it again."""
-    if durable:
-        reject(path)
-    else:
-        remove_published(path)
+def write_all(directory: Path, contents: Mapping[str, bytes]) -> None:
+    """Write files by name. Raises OSError if one cannot be written."""
+    for name, content in contents.items():
+        (directory / name).write_bytes(content)
 
 
 def describe_file(path: Path, *, hashed: bool = True) -> dict[str, Any]:
@@ -222,11 +217,6 @@ def describe_file(path: Path, *, hashed: bool = True) -> dict[str, Any]:
         return size | {"sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def describe_bytes(data: bytes, *, hashed: bool = True) -> dict[str, Any]:
-    """Return the manifest's entry for a file with this content."""
-    return {"size": len(data)} | ({"sha256": hashlib.sha256(data).hexdigest()} if hashed else {})
-
-
 def find_damage(path: Path, first: int = 0, stride: int = 1) -> str:
     """Return why a checkpoint is damaged, or an empty text if its files match the manifest.
 
@@ -235,37 +225,22 @@ def find_damage(path: Path, first: int = 0, stride: int = 1) -> str:
     Raises:
         OSError: the storage cannot be read. The checkpoint may be intact.
     """
-    return _damage(path, describe_file, first, stride)
-
-
-def _damage(path: Path, describe: Callable[..., dict[str, Any]], first: int = 0, stride: int = 1) -> str:
     try:
-        files = json.loads((path / _MANIFEST).read_bytes())["files"]
-        checked = sorted(files.items())[first::stride]
-        described = ((name, entry, describe(path / name, hashed="sha256" in entry)) for name, entry in checked)
-        damaged = next((name for name, entry, found in described if found != entry), None)
+        for name, entry in sorted(_manifest_entries(path).items())[first::stride]:
+            if describe_file(path / name, hashed="sha256" in entry) != entry:
+                return f"{name} is not as it was written"
     except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"it does not match its manifest: {error!r}"
     except OSError as error:
         raise OSError(f"{path} cannot be read ({error}): start the run again when it can") from error
-    return f"{damaged} is not as it was written" if damaged else ""
+    return ""
 
 
 def file_names(path: Path) -> list[str]:
     """Return the names of the files of an intact checkpoint. Raises OSError if the storage cannot be read."""
-    return list(json.loads((path / _MANIFEST).read_bytes())["files"])
+    return list(_manifest_entries(path))
 
 
-def read_checkpoint(path: Path) -> dict[str, bytes] | str:
-    """Return the contents of a checkpoint's files by name, or why it is damaged. Raises OSError if a read fails."""
-    files = dict[str, bytes]()
-
-    def read(file: Path, *, hashed: bool) -> dict[str, Any]:
-        files[file.name] = data = file.read_bytes()
-        return describe_bytes(data, hashed=hashed)
-
-    damage = _damage(path, read)
-    if not damage and not path.exists():
-        # A rank that renamed the directory meanwhile may already write the next snapshot into its files.
-        damage = "it was removed while it was read"
-    return damage or files
+def _manifest_entries(path: Path) -> dict[str, Any]:
+    entries: dict[str, Any] = json.loads((path / _MANIFEST).read_bytes())["files"]
+    return entries

@@ -79,8 +79,7 @@ class RelayCallback(Callback):  # type: ignore[misc]  # Lightning need not be in
             values = {"loss": outputs["loss"]} if isinstance(outputs, dict) and "loss" in outputs else {}
             lr = trainer.optimizers[0].param_groups[0]["lr"]
             progress_files.report(self._step, {"epoch": trainer.current_epoch, "lr": lr, **values})
-        agreed = self._training.after_step(self._step)
-        if agreed.save and self._file:
+        if self._training.saves_after(self._step) and self._file:
             temporary = self._file.with_suffix(".tmp")
             self._random = ranks.peers.all_gather_bytes(serialized(random_states()))
             trainer.save_checkpoint(temporary)  # all ranks call it, rank 0 writes
@@ -88,5 +87,5 @@ class RelayCallback(Callback):  # type: ignore[misc]  # Lightning need not be in
             if trainer.is_global_zero:
                 check_no_later_attempt()
                 temporary.replace(self._file)
-        if agreed.stop:
+        if ranks.stopping:
             exit_after_save(self._step)

@@ -6,11 +6,15 @@ Only the functions import torch: when a rank calls them, its script has imported
 import atexit
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from .stop_consensus import StopConsensus
+from .progress_files import progress_files
+from .stop_consensus import StepFlags, StopConsensus, StopRequested
+from .stop_signals import signals
 from .this_rank import THIS_RANK, check_version
 
 if TYPE_CHECKING:
@@ -21,6 +25,15 @@ if TYPE_CHECKING:
 
 # Large enough for the full bandwidth, and small compared with a state that takes long to send.
 _BUCKET_BYTES = 2**26
+
+
+class OtherRankError(RuntimeError):
+    """Another rank has raised an error, which the text names."""
+
+
+def reason_of(error: Exception) -> str:
+    """Return the text of an error; some have none."""
+    return str(error) or repr(error)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +82,19 @@ class RankGroup:
     def all_gather_json(self, value: Any) -> list[Any]:
         """Return every rank's value, in the order of ranks. Values are small and fit for JSON; tuples become lists."""
         return [json.loads(text) for text in self.all_gather_bytes(json.dumps(value).encode())]
+
+    @contextmanager
+    def raise_together(self) -> Iterator[None]:
+        """Make all ranks raise if the block raises on any rank: OtherRankError on the ranks without an error."""
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  # it is raised below, when the other ranks know
+            failure = error
+        problems = self.all_gather_json(reason_of(failure) if failure else "")
+        if failure:
+            raise failure
+        raise_for_others(problems)
 
     def broadcast_bytes(self, data: bytes | None, source: int = 0) -> bytes:
         """Return rank `source`'s `data` on every rank. The `data` of other ranks is ignored."""
@@ -140,6 +166,13 @@ class RankGroup:
             raise problem
 
 
+def raise_for_others(problems: Iterable[str]) -> None:
+    """Raise OtherRankError if a rank has a problem. `problems` are texts of all ranks, empty for no problem."""
+    for rank, text in enumerate(problems):
+        if text:
+            raise OtherRankError(f"rank {rank}: {text}")
+
+
 def _buckets(shapes: "Mapping[str, tuple[torch.dtype, tuple[int, ...]]]") -> Iterator[list[str]]:
     """Yield the names of tensors in buckets. Each bucket has one dtype, and at most 64 MB or a single tensor."""
     bucket, size_bytes = list[str](), 0
@@ -158,19 +191,13 @@ class Ranks:
     """Connects a script's rank to the others."""
 
     def __init__(self) -> None:
-        self.group: Any = None
-        """The gloo process group of all ranks; None if this is the only rank."""
         self.stopping: tuple[str, float] | None = None
         """Name of the signal that stops all ranks, and time.monotonic() when this rank got it or agreed, or None."""
+        self._control: Any = None
         self._consensus: StopConsensus | None = None
 
     def connect(self, call: str) -> StopConsensus:
-        """Connect once, and return the consensus.
-
-        Raises:
-            RuntimeError: several ranks have no process group.
-            OtherVersionError: this package is not the run's.
-        """
+        """Connect once, and return the consensus. Raises RuntimeError if several ranks have no process group."""
         from torch import distributed
 
         if self._consensus is None:
@@ -179,20 +206,37 @@ class Ranks:
                 if not distributed.is_initialized():
                     fix = "call it after torch.distributed.init_process_group()"
                     raise RuntimeError(f"{call} needs the other ranks: {fix}")
-                self.group = distributed.new_group(backend="gloo")
-            self._consensus = StopConsensus(self.group)
+                self._control = distributed.new_group(backend="gloo")
+            self._consensus = StopConsensus(self._control)
         return self._consensus
 
     @property
     def peers(self) -> RankGroup:
         """This rank and its connections, once it is connected."""
         return RankGroup(
-            rank=THIS_RANK.rank, local_rank=THIS_RANK.local_rank, world_size=THIS_RANK.world_size, control=self.group
+            rank=THIS_RANK.rank, local_rank=THIS_RANK.local_rank, world_size=THIS_RANK.world_size, control=self._control
         )
+
+    def agree(self, call: str, *, save: int = 0, snapshot: int = 0) -> StepFlags | None:
+        """Exchange flags, and return the agreed ones; None once the ranks have agreed to stop. All ranks call this."""
+        if self.stopping is None:
+            consensus = self.connect(call)
+            try:
+                return consensus.exchange(StepFlags(signal=signals.received(), save=save, snapshot=snapshot))
+            except StopRequested as request:
+                self.stopping = request.name, signals.received_at() or time.monotonic()
+        return None
+
+    def record_stop(self, step: int) -> None:
+        """Record that the state of a step is saved, if the ranks have agreed to stop."""
+        if self.stopping:
+            name, requested_at = self.stopping
+            seconds = round(time.monotonic() - requested_at, 3)
+            progress_files.event("train_stopped", step=step, signal=name, seconds=seconds)
 
     def close(self) -> None:
         """Release the process group before Python shuts down: the group's threads would abort the process then."""
-        self._consensus = self.group = None
+        self._consensus = self._control = None
 
 
 ranks = Ranks()

@@ -10,60 +10,13 @@ from .progress_files import progress_files
 from .rank_exchange import ranks
 from .saving.interval import SaveTimes
 from .saving.objects import Objects, Saveable, check_restorable
+from .saving.owner import Owner
 from .saving.restoring import Restorer
 from .saving.state_writer import StateWriter
-from .stop_consensus import StepFlags, StopRequested
-from .stop_signals import signals
-from .this_rank import THIS_RANK, check_no_later_attempt, say, warn
+from .this_rank import THIS_RANK, check_no_later_attempt
 
 # Largest share of the time for snapshots.
 _MAX_OVERHEAD = 0.01
-
-
-class _Script:
-    """The script as the owner of its states."""
-
-    def __init__(self) -> None:
-        self._warned, self._has_said_size = set[str](), False
-
-    def check(self) -> None:
-        check_no_later_attempt()
-
-    def accepts(self, _tensors: object) -> bool:
-        return True
-
-    def publishing(self, step: int) -> None:
-        """Do nothing."""
-
-    def checkpoint_saved(self, step: int, seconds: float, copy_seconds: float) -> None:
-        progress_files.event(
-            "checkpoint_saved", step=step, seconds=round(seconds, 3), copy_seconds=round(copy_seconds, 4)
-        )
-
-    def checkpoint_failed(self, step: int, reason: str) -> None:
-        progress_files.event("checkpoint_failed", step=step, reason=reason)
-        warn(f"the checkpoint of step {step} could not be written, and is tried again later: {reason}")
-
-    def snapshot_saved(self, step: int, node_bytes: int) -> None:
-        progress_files.snapshot(step, node_bytes)
-        if not self._has_said_size:
-            self._has_said_size = True
-            say(f"snapshots take {node_bytes / 1e6:,.1f} MB of each node's memory, and at most 1 % of the time")
-
-    def snapshots_off(self, reason: str) -> None:
-        self._warn_once(f"no snapshots: {reason}; an interruption now costs the steps since the last checkpoint")
-
-    def copies_off(self, reason: str) -> None:
-        self._warn_once(
-            f"nodes keep no copies of other nodes' shards: {reason}; a lost node now costs the steps since "
-            "the last checkpoint"
-        )
-
-    def _warn_once(self, text: str) -> None:
-        kind = text.partition(":")[0]
-        if kind not in self._warned:
-            self._warned.add(kind)
-            warn(text)
 
 
 class SavedState:
@@ -82,10 +35,8 @@ class SavedState:
         self._asked = 0, 0
         """What the ranks have agreed to save as soon as they can: for a checkpoint and a snapshot, 1 or 0."""
         self._stops = False
-        self._named = {**objects, "epochs and batches": self._position}
-        self._objects = Objects(shared={})
-        self._checkpoints = SaveTimes(seconds=checkpoint_seconds)
-        self._snapshots = SaveTimes(seconds=snapshot_seconds or None, max_overhead=_MAX_OVERHEAD)
+        self._objects = {**objects, "epochs and batches": self._position}
+        self._checkpoint_seconds, self._snapshot_seconds = checkpoint_seconds, snapshot_seconds
         self._keep = keep
         self._writer: StateWriter | None = None
 
@@ -96,6 +47,7 @@ class SavedState:
             RuntimeError: torch.distributed is not initialized but the run has several ranks; or a later attempt has
                 begun.
             TypeError: an object's state could be saved but not restored. Each save checks this again.
+            OtherRankError: another rank has raised such an error.
             KeyError: the state was saved from objects of other names.
         """
         if THIS_RANK.run_dir is None:
@@ -103,22 +55,22 @@ class SavedState:
         ranks.connect("state()")
         began = time.monotonic()
         check_no_later_attempt()
-        self._objects = Objects.of_script(self._named)
-        check_restorable(self._objects)
-        snapshots = THIS_RANK.snapshots if self._snapshots.seconds else None
+        objects, owner = Objects.of_script(self._objects), Owner()
+        with ranks.peers.raise_together():
+            check_restorable(objects)
         self._writer = StateWriter(
-            peers=ranks.peers, checkpoints=THIS_RANK.checkpoints, snapshots=snapshots, keep=self._keep,
-            owner=_Script(), attempt=THIS_RANK.attempt,
+            peers=ranks.peers, objects=objects, checkpoints=THIS_RANK.checkpoints,
+            snapshots=THIS_RANK.snapshots if self._snapshot_seconds else None,
+            keep=self._keep, owner=owner, attempt=THIS_RANK.attempt,
+            checkpoint_times=SaveTimes(seconds=self._checkpoint_seconds),
+            snapshot_times=SaveTimes(seconds=self._snapshot_seconds, max_overhead=_MAX_OVERHEAD),
         )  # fmt: skip
-        restorer = Restorer(
-            peers=ranks.peers, checkpoints=THIS_RANK.checkpoints, snapshots=THIS_RANK.snapshots, objects=self._objects,
-            discarded=lambda candidate, reason: warn(f"{candidate.path} is not used: {reason}"),
-        )  # fmt: skip
-        source = restorer.restore()
+        source = Restorer(
+            peers=ranks.peers, objects=objects, checkpoints=THIS_RANK.checkpoints, snapshots=THIS_RANK.snapshots,
+            owner=owner,
+        ).restore()  # fmt: skip
         self.step = source.step if source else 0
-        # Only nodes' memory holds a restored snapshot: save a checkpoint soon, because a failed node may fail again.
-        self._checkpoints.record(self._done if source else None, due=source is not None and not source.durable)
-        self._snapshots.record(self._done)
+        self._writer.begin(source, self._done if source else None)
         progress_files.begin(self.step)
         progress_files.event(
             "train_started",
@@ -135,17 +87,12 @@ class SavedState:
         is_done = error is None or (isinstance(error, SystemExit) and error.code in {None, 0})
         if self._writer and is_done:
             ranks.connect("state()").wait()
-            self._writer.wait()
-            if any(ranks.peers.all_gather_json(bool(self._writer.unwritten))):
-                self._checkpoints.record(None)
+            self._writer.wait_and_forget_failed()
             self.save(durable=True)
             self._writer.wait()
             if self._writer.unwritten:
                 raise OSError(self._writer.unwritten)
-            if ranks.stopping:
-                name, requested_at = ranks.stopping
-                seconds = round(time.monotonic() - requested_at, 3)
-                progress_files.event("train_stopped", step=self.step, signal=name, seconds=seconds)
+            ranks.record_stop(self.step)
         # Release the process groups before Python shuts down: their threads would abort the process then.
         self._writer = None
 
@@ -189,8 +136,7 @@ class SavedState:
         writer = self._writer
         if THIS_RANK.rank != 0 or writer is None or writer.busy or any(self._asked):
             return 0, 0
-        snapshot = writer.snapshots and self._snapshots.due_by_time(writer.cost_seconds, writer.sending_seconds)
-        return int(self._checkpoints.due_by_time(writer.cost_seconds)), int(bool(snapshot))
+        return int(writer.checkpoint_is_due), int(writer.snapshot_is_due)
 
     @property
     def _done(self) -> tuple[int, int]:
@@ -218,12 +164,7 @@ class SavedState:
 
         A failed write raises no error here: another checkpoint is written when the next one is due, and at the end.
         """
-        times = self._checkpoints if durable else self._snapshots
-        if self._writer is None or times.is_saved(self._done):
-            return
-        for each in (times, self._snapshots):  # a checkpoint is a snapshot, too
-            each.record(self._done)
-        if copy := self._writer.save(self._objects, self.step, durable=durable):
+        if self._writer and (copy := self._writer.save(self.step, durable=durable, position=self._done)):
             copy.make_device_wait()  # the script may change the state in any way
 
 
@@ -240,14 +181,10 @@ def should_stop() -> bool:
         return False
     saved = SavedState.active
     if ranks.stopping is None:
-        consensus = ranks.connect("should_stop()")
+        ranks.connect("should_stop()")
         progress_files.beat(saved.step if saved else None)
         checkpoint, snapshot = saved.due() if saved else (0, 0)
-        try:
-            agreed = consensus.exchange(StepFlags(signal=signals.received(), save=checkpoint, snapshot=snapshot))
-        except StopRequested as request:
-            ranks.stopping = request.name, signals.received_at() or time.monotonic()
-        else:
+        if agreed := ranks.agree("should_stop()", save=checkpoint, snapshot=snapshot):
             if saved:
                 saved.save_agreed(agreed.save, agreed.snapshot)
             return False

@@ -25,9 +25,9 @@ class StopSignals:
     def __init__(self) -> None:
         self._received: list[tuple[int, float]] = []
 
-    def install(self, *others: signal.Signals) -> None:
-        """Record SIGTERM, SIGUSR2 and `others` from now on, instead of their default actions."""
-        for number in STOP_SIGNALS.union(others):
+    def install(self) -> None:
+        """Record SIGTERM, SIGUSR2 and the run's --stop-signal from now on, instead of their default actions."""
+        for number in STOP_SIGNALS.union({signal.Signals[os.environ.get("TORCHRELAY_STOP_SIGNAL", "SIGTERM")]}):
             signal.signal(number, self._record)
 
     def _record(self, number: int, _frame: FrameType | None) -> None:
@@ -45,4 +45,4 @@ class StopSignals:
 signals = StopSignals()
 # Programs other than ranks import this module, too, and handle signals in their own way.
 if THIS_RANK.run_dir and "RANK" in os.environ and threading.current_thread() is threading.main_thread():
-    signals.install(signal.Signals[os.environ.get("TORCHRELAY_STOP_SIGNAL", "SIGTERM")])
+    signals.install()

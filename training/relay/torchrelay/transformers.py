@@ -35,7 +35,8 @@ class RelayTrainerCallback(TrainerCallback):  # type: ignore[misc]  # Transforme
 
     def on_step_end(self, _arguments: Any, state: Any, control: Any, **_: Any) -> None:
         """Run after each step of the optimizer."""
-        if self._training.after_step(state.global_step).stop:
+        self._training.saves_after(state.global_step)
+        if ranks.stopping:
             control.should_save = control.should_training_stop = True
 
     def on_save(self, _arguments: Any, state: Any, *_: Any, **__: Any) -> None:

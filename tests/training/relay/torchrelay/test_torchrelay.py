@@ -54,33 +54,6 @@ def test_stopped_script_goes_on_as_if_it_had_not_been(whole: Script, tmp_path: P
     assert_typed(tmp_path / "run" / "events")
 
 
-def test_killed_rank_costs_the_steps_since_the_last_snapshot(whole: Script, tmp_path: Path) -> None:
-    script = Script(tmp_path)
-    assert script.run(40, kill_at=20).returncode != 0
-    assert not (tmp_path / "run" / "checkpoints").exists()
-    assert script.run(40).returncode == 0
-    for rank in (0, 1):
-        [result] = script.results(rank)
-        assert 1 <= result["restored"] <= 20
-        assert result["weights"] == whole.results(rank)[0]["weights"]
-    started = [event for event in script.lines("events/attempt-001-script.jsonl") if event["event"] == "train_started"]
-    assert started[-1]["source"] == "snapshot"
-
-
-def test_damaged_state_is_left_out_for_the_one_before(whole: Script, tmp_path: Path) -> None:
-    script = Script(tmp_path)
-    for stop_at in (10, 20):
-        assert script.run(40, stop_at=stop_at, EVERY="0").returncode == 0
-    newest = tmp_path / "run" / "checkpoints" / "step-00000021"
-    data = bytearray((newest / "state.safetensors").read_bytes())
-    data[len(data) // 2] ^= 1
-    (newest / "state.safetensors").write_bytes(data)
-    done = script.run(40, EVERY="0")
-    assert done.returncode == 0, done.stderr
-    assert "step-00000021 is not used: state.safetensors is not as it was written" in done.stderr
-    assert [script.results(0)[-1][key] for key in ("restored", "weights")] == [11, whole.results(0)[0]["weights"]]
-
-
 def test_outside_of_a_run_nothing_is_stopped_written_or_imported(tmp_path: Path) -> None:
     code = (
         "import signal, sys, torchrelay\n"
@@ -250,7 +223,7 @@ def test_checkpoint_that_failed_at_the_last_step_is_tried_again_by_all_ranks(tmp
     )
     done = run_forked(code, directory=tmp_path, ranks=2, **agent_variables(tmp_path))
     assert done.returncode == 0, done.stderr
-    assert "the checkpoint of step 2 could not be written, and is tried again later" in done.stderr
+    assert "the checkpoint of step 2 was not saved (" in done.stderr
     assert (tmp_path / "checkpoints" / "step-00000002").is_dir()
     assert "checkpoint_failed" in assert_typed(tmp_path / "events")
 

@@ -16,7 +16,6 @@ from torchrelay.checkpoint_files import (
     find_damage,
     list_checkpoints,
     publish_directory,
-    read_checkpoint,
     reject,
     remove_unpublished,
     save_checkpoint,
@@ -46,10 +45,10 @@ def test_a_checkpoint_is_read_as_it_was_written_and_has_the_files_of_other_relea
     """Their names, and the form of the manifest, are a contract."""
     checkpoints = tmp_path / "checkpoints"
     assert list_checkpoints(checkpoints) == []
-    path = save_checkpoint(checkpoints, 7, writing(FILES), keep=None, mode=0o700)
+    path = save_checkpoint(checkpoints, 7, writing(FILES), keep=None)
     assert list_checkpoints(checkpoints) == [path]
     assert (path.name, step_of(path), path.stat().st_mode & 0o777) == ("step-00000007", 7, 0o700)
-    assert read_checkpoint(path) == FILES
+    assert find_damage(path) == ""
     assert names(path) == ["manifest.json", "state.json", "state.safetensors"]
     digests = {name: hashlib.sha256(data).hexdigest() for name, data in FILES.items()}
     files = {name: {"size": len(data), "sha256": digests[name]} for name, data in FILES.items()}
@@ -121,18 +120,7 @@ def flip_a_bit(path: Path) -> None:
 def test_damage_is_found(tmp_path: Path, file: str, damage: Callable[[Path], object], reason: str) -> None:
     path = save_checkpoint(tmp_path, 20, writing(FILES), keep=2)
     damage(path / file)
-    problem = read_checkpoint(path)
-    assert isinstance(problem, str)
-    assert reason in problem
-
-
-def test_unreadable_storage_is_an_error_and_not_damage(tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path, 20, writing(FILES), keep=2)
-    unreadable = path / "state.json"
-    unreadable.unlink()
-    unreadable.symlink_to(unreadable)  # too many levels of symbolic links, for root too
-    with pytest.raises(OSError, match=r"step-00000020 cannot be read .*: start the run again when it can"):
-        read_checkpoint(path)
+    assert reason in find_damage(path)
 
 
 def test_a_rejected_checkpoint_is_deleted_after_the_next_is_written(tmp_path: Path) -> None:
@@ -185,7 +173,7 @@ def test_a_removal_that_is_killed_leaves_nothing_incomplete(tmp_path: Path, remo
     hidden = set(names(tmp_path)) - {path.name for path in visible}
     assert len(hidden) == 1, "the removal was not under way"
     assert visible
-    assert all(isinstance(read_checkpoint(path), dict) for path in visible)
+    assert not any(map(find_damage, visible))
     remove_unpublished(tmp_path, "step-*")
     assert names(tmp_path) == sorted(path.name for path in visible)
 

@@ -130,23 +130,6 @@ def test_a_heartbeat_that_cannot_be_written_does_not_hurt(tmp_path: Path, monkey
     assert (tmp_path / "beat").stat().st_size == 0
 
 
-def test_a_rank_that_hangs_shows_where_it_is_and_dies_of_an_abort_with_its_stacks(
-    start: Starter, node: NodeDir
-) -> None:
-    training = start(*FLAGS, f"--node-dir={node.path}", "--fault=hang@5:1", world_size=2)
-    training.wait_until(lambda: "hanging" in training.output())
-    assert (read(node.heartbeat(1))["step"], read(node.heartbeat(1))["phase"]) == (4, "step")
-    for rank in range(2):
-        # One after the other, for they write into one file; first the one that is waiting, and would notice.
-        training.send(signal.SIGABRT, rank)
-        training.ranks[rank].join()
-    assert training.wait() == [-signal.SIGABRT] * 2
-    output = training.output()
-    assert output.count("Fatal Python error: Aborted") == 2
-    assert "in _hang" in output
-    assert output.count("in steps") == 2
-
-
 def test_a_real_process_that_is_aborted_in_its_imports_prints_its_stacks(idx_data: Path, tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "training", "--data", str(idx_data), "--run-dir", str(tmp_path / "run")]
     with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as process:

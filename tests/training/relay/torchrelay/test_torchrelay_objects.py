@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.relay_script import agent_variables
+from support.relay_script import StrictOwner, agent_variables
 from support.trainings import run_forked
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torchrelay.checkpoint_files import save_checkpoint
+from torchrelay.checkpoint_files import save_checkpoint, write_all
 from torchrelay.rank_exchange import RankGroup
-from torchrelay.saving.neighbour_copies import write_all
 from torchrelay.saving.objects import Objects
 from torchrelay.saving.restoring import Restorer
 from torchrelay.saving.state_writer import StateWriter
@@ -55,31 +54,6 @@ class Training:
         return str([*states, torch.get_rng_state()])
 
 
-class Owner:
-    """A training that accepts everything."""
-
-    def check(self) -> None: ...
-
-    def accepts(self, _tensors: object) -> bool:
-        return True
-
-    def publishing(self, _step: int) -> None: ...
-
-    def checkpoint_saved(self, *_: object) -> None: ...
-
-    def checkpoint_failed(self, _step: int, reason: str) -> None:
-        pytest.fail(reason)
-
-    def snapshot_saved(self, *_: object) -> None:
-        pass
-
-    def snapshots_off(self, reason: str) -> None:
-        pytest.fail(reason)
-
-    def copies_off(self, reason: str) -> None:
-        pytest.fail(reason)
-
-
 def compiled(model: nn.Module) -> Any:
     return torch.compile(model, backend="eager")
 
@@ -102,17 +76,17 @@ def test_model_may_be_wrapped_in_another_way_later(tmp_path: Path, first: Any, s
     before, after = Training(first), Training(second)
     checkpoints, snapshots = tmp_path / "checkpoints", tmp_path / "snapshots"
     writer = StateWriter(
-        peers=ALONE, checkpoints=checkpoints, snapshots=None if durable else snapshots, keep=2, owner=Owner(), attempt=1
-    )
+        peers=ALONE, objects=before.objects, checkpoints=checkpoints, snapshots=None if durable else snapshots, keep=2,
+        owner=StrictOwner(), attempt=1,
+    )  # fmt: skip
     for step in (1, 2, 3):
         before.step()
-        writer.save(before.objects, step, durable=durable)
+        writer.save(step, durable=durable)
         writer.wait()
     content = before.content
     restorer = Restorer(
-        peers=ALONE, checkpoints=checkpoints, snapshots=snapshots, objects=after.objects,
-        discarded=lambda _, reason: pytest.fail(reason),
-    )  # fmt: skip
+        peers=ALONE, checkpoints=checkpoints, snapshots=snapshots, objects=after.objects, owner=StrictOwner()
+    )
     restored = restorer.restore()
     assert restored
     assert (restored.step, restored.durable) == (3, durable)
@@ -168,6 +142,32 @@ def test_ranks_with_different_tensors_are_refused(tmp_path: Path) -> None:
         refused.stderr
     )
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+ODD_ON_RANK_1 = """
+import os, sys
+from torch import distributed
+from torchrelay import state
+distributed.init_process_group("gloo")
+class Count:
+    value = 0
+    def state_dict(self): return {"value": self.value}
+    def load_state_dict(self, state): self.value = state["value"]
+count, odd = Count(), object() if os.environ["RANK"] == "1" else 0
+if sys.argv[1] == "before the first step":
+    count.value = odd
+with state(count=count) as saved:
+    count.value, saved.step = odd, 1
+"""
+
+
+@pytest.mark.parametrize("when", ["before the first step", "later"])
+def test_error_of_one_rank_ends_the_others_with_its_reason(tmp_path: Path, when: str) -> None:
+    (tmp_path / "run").mkdir()
+    refused = run_forked(ODD_ON_RANK_1, when, directory=tmp_path, ranks=2, **agent_variables(tmp_path / "run"))
+    assert refused.returncode != 0
+    for error in ("TypeError: ", "OtherRankError: rank 1: "):
+        assert f"{error}state(count=...): its state_dict() holds more than tensors" in refused.stderr
 
 
 RESUMED = """

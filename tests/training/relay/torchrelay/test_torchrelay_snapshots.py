@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.relay_script import agent_variables
+from support.relay_script import StrictOwner, agent_variables
 from support.trainings import run_forked
 from torch import nn
 from torchrelay.checkpoint_files import STATE_VALUES, find_damage, list_checkpoints, step_of
 from torchrelay.rank_exchange import RankGroup
 from torchrelay.saving.interval import SaveTimes
-from torchrelay.saving.neighbour_copies import write_all
 from torchrelay.saving.objects import Objects, capture
 from torchrelay.saving.restoring import FORMAT, Restorer, read_state
 from torchrelay.saving.snapshot_files import SnapshotFiles
@@ -42,7 +41,7 @@ def save(files: SnapshotFiles, model: nn.Module, step: int) -> None:
     captured = capture(Objects.of_script({"model": model}), step, ALONE)
     files.image(captured.layout.size_bytes).fill(captured.layout, captured.parts)
     values = {"format": FORMAT, "attempt": 1, "objects": captured.values}
-    files.publish(step, lambda directory: write_all(directory, {STATE_VALUES: json.dumps(values).encode()}))
+    files.publish(step, {STATE_VALUES: json.dumps(values).encode()})
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
@@ -126,8 +125,7 @@ def test_unusual_tensors_are_restored_as_they_are(tmp_path: Path, prepare: Calla
 
     objects = Objects.of_script({"model": Taker(3, 2)})
     restorer = Restorer(
-        peers=ALONE, checkpoints=None, snapshots=tmp_path, objects=Objects(shared=objects.shared),
-        discarded=lambda _, reason: pytest.fail(reason),
+        peers=ALONE, checkpoints=None, snapshots=tmp_path, objects=Objects(shared=objects.shared), owner=StrictOwner()
     )  # fmt: skip
     assert restorer.restore()
     assert str(states[0]) == expected
@@ -200,62 +198,3 @@ def test_the_cost_of_a_snapshot_is_that_of_its_capture_unless_its_memory_is_new(
     ran = run_in(tmp_path, COST)
     assert ran.returncode == 0, ran.stderr
     assert [float(line) >= CAPTURE_SECONDS for line in ran.stdout.splitlines()] == [False, False, True]
-
-
-LATE = """
-import threading
-import torch
-import torchrelay
-from torchrelay.saving.tensor_files import Image
-
-model = torch.nn.Linear(2, 2)
-may_write, writes, write = threading.Event(), threading.Event(), Image.write
-
-def late(*arguments):
-    writes.set()
-    assert may_write.wait(60)
-    return write(*arguments)
-
-Image.write = late
-with torchrelay.state(model=model, checkpoint_seconds=1000, snapshot_seconds=1000) as saved:
-    torch.nn.init.constant_(model.weight, 1)
-    saved.step = 1
-    saved.save(durable=True)
-    assert writes.wait(60)
-    torch.nn.init.constant_(model.weight, 2)
-    saved.step = 2
-    saved.save(durable=False)
-    may_write.set()
-    saved._writer.wait()
-    torch.nn.init.constant_(model.weight, 3)
-    saved.step = 3
-"""
-
-
-def test_a_save_does_not_change_the_copy_that_is_still_being_written(tmp_path: Path) -> None:
-    ran = run_in(tmp_path, LATE)
-    assert ran.returncode == 0, ran.stderr
-    for directory in (tmp_path / "run" / "checkpoints", tmp_path / "snapshots"):
-        weights = {step_of(path): read(path)["model/weight"] for path in list_checkpoints(directory)}
-        assert {step: set(weight.flatten().tolist()) for step, weight in weights.items()} == {1: {1.0}, 3: {3.0}}
-
-
-NO_MEMORY = """
-import torch
-import torchrelay
-
-with torchrelay.state(model=torch.nn.Linear(2, 2), checkpoint_seconds=1000, snapshot_seconds=1000) as saved:
-    for saved.step in (1, 2, 3):
-        saved.save(durable=False)
-        saved._writer.wait()
-"""
-
-
-def test_script_without_memory_for_snapshots_is_told_so_once_and_has_its_checkpoints(tmp_path: Path) -> None:
-    (tmp_path / "snapshots").touch()
-    ran = run_in(tmp_path, NO_MEMORY)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stderr.count("no snapshots: [Errno 20] Not a directory") == 1, ran.stderr
-    assert ran.stderr.count("an interruption now costs the steps since the last checkpoint") == 1
-    [checkpoint] = list_checkpoints(tmp_path / "run" / "checkpoints")
-    assert read(checkpoint)["model/weight"].shape == (2, 2)

@@ -6,7 +6,6 @@ from fractions import Fraction
 from itertools import pairwise
 
 import pytest
-import torch
 from torch import distributed
 from torchrelay import stop_consensus
 from torchrelay.stop_consensus import StepFlags, StopConsensus, StopRequested
@@ -93,32 +92,6 @@ def test_other_requests_are_agreed_on_with_a_save(group: ProcessGroup) -> None:
     assert consensus.exchange(StepFlags()) == StepFlags(interval=1), "not twice"
     assert consensus.wait() == StepFlags(interval=1)
     assert consensus.wait() == StepFlags(), "nothing is pending"
-
-
-class OtherRank:
-    """Another rank of a group: what it requests arrives when the reduction is waited for."""
-
-    def __init__(self, group: object, flags: StepFlags) -> None:
-        self.group, self.flags = group, flags
-
-    def all_reduce(self, own: torch.Tensor, op: object, *, group: object, async_op: bool) -> "OtherRank":
-        assert (op, group, async_op) == (distributed.ReduceOp.MAX, self.group, True)
-        self.own = own
-        return self
-
-    def wait(self) -> None:
-        torch.maximum(self.own, torch.tensor(self.flags), out=self.own)
-
-
-def test_request_of_any_rank_takes_effect_on_all(group: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    consensus = StopConsensus(group.control)
-    other = OtherRank(group.control, StepFlags(save=1, interval=0))
-    monkeypatch.setattr(distributed, "all_reduce", other.all_reduce)
-    assert consensus.exchange(StepFlags(snapshot=1)) == StepFlags()
-    assert consensus.exchange(StepFlags()) == StepFlags(save=1, snapshot=1, interval=1)
-    other.flags = StepFlags(signal=signal.SIGTERM)
-    with pytest.raises(StopRequested, match=str(int(signal.SIGTERM))):
-        consensus.exchange(StepFlags())
 
 
 def test_request_of_the_only_rank_takes_effect_at_once() -> None:

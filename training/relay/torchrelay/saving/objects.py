@@ -7,14 +7,15 @@ their tensors are never joined. Each rank has its own state of every other objec
 from __future__ import annotations  # torch is imported only when a function is called
 
 import hashlib
+import json
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from ..rank_exchange import RankGroup
+from ..rank_exchange import RankGroup, raise_for_others, reason_of
 from .shards import Part, is_sharded, part_of
 from .tensor_files import TensorLayout, has_name
 from .values import deserialized, join, random_states, restore_random, serialized, split
@@ -41,17 +42,16 @@ class Captured:
     step: int
     parts: dict[str, Part]
     """What this rank holds of each tensor, by name."""
+    layout: TensorLayout
+    """The layout of the file for what this rank holds."""
     values: dict[str, Any]
     """All else that is equal on all ranks, for JSON."""
     own: list[bytes]
     """What each rank has of its own; empty texts if ranks have nothing."""
+    sizes: Sequence[int]
+    """For each rank, the bytes of the file for what it holds."""
     shards: list[int]
     """For each rank, the number of the shard that it holds; all 0 if each holds the whole state."""
-
-    @cached_property
-    def layout(self) -> TensorLayout:
-        """The layout of the file for what this rank holds."""
-        return TensorLayout.of(self.parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,10 @@ class Objects:
     @classmethod
     def of_script(cls, objects: Mapping[str, Saveable]) -> Self:
         """Return a script's objects: modules, optimizers and schedulers are shared."""
-        shared = {name: each for name, each in objects.items() if _is_shared(each)}
+        from torch import nn, optim
+
+        kinds = nn.Module, optim.Optimizer, optim.lr_scheduler.LRScheduler
+        shared = {name: each for name, each in objects.items() if isinstance(each, kinds)}
         own = {name: each for name, each in objects.items() if name not in shared}
         return cls(shared=_adapted(shared), own={**own, "random numbers": _RandomNumbers()})
 
@@ -86,75 +89,60 @@ def capture(objects: Objects, step: int, peers: RankGroup) -> Captured:
 
     Raises:
         TypeError: an object's state could be saved but not restored.
+        OtherRankError: another rank has raised an error.
         RuntimeError: the ranks hold different tensors, which are not shards.
     """
     tensors: dict[str, Tensor] = {}
-    values = {name: _split(name, each, tensors) for name, each in objects.shared.items()}
-    parts = {name: _part(name, value) for name, value in tensors.items()}
+    failure: Exception | None = None
+    values, parts, own, layout = dict[str, Any](), dict[str, Part](), b"", TensorLayout({})
+    try:
+        values = {name: split(name, each.state_dict(), tensors) for name, each in objects.shared.items()}
+        parts = {name: _part(name, value) for name, value in tensors.items()}
+        own = _serialized_own(objects)
+        layout = TensorLayout.of({name: (part.tensor.dtype, part.block) for name, part in parts.items()})
+    except Exception as error:  # noqa: BLE001  # it is raised below, when the other ranks know
+        failure = error
+    wholes = "\n".join(sorted(f"{name} {tuple(part.block.whole)} {part.tensor.dtype}" for name, part in parts.items()))
+    digests = [hashlib.sha256(data).hexdigest() for data in (wholes.encode(), layout.header)]
+    message = json.dumps([reason_of(failure) if failure else "", layout.size_bytes, *digests])
+    every = [data.partition(b"\n") for data in peers.all_gather_bytes(message.encode() + b"\n" + own)]
+    problems, sizes, of_wholes, of_blocks = zip(*(json.loads(head) for head, _, _ in every), strict=True)
+    if failure:
+        raise failure
+    raise_for_others(problems)
+    if len(set(of_wholes)) > 1:
+        raise RuntimeError(_difference(wholes, peers))
     parts |= _buffers_of_rank_zero(objects, tensors, parts, peers)
-    data = _serialized_own(objects) if objects.own else b""
-    held = _Held.of(parts)
-    every = peers.all_gather_bytes(held.digest + data)
-    digests = [each[: len(held.digest)] for each in every]
-    if any(digest[: _Held.HALF] != held.digest[: _Held.HALF] for digest in digests):
-        raise RuntimeError(_difference(parts, peers))
+    shards = list(dict.fromkeys(of_blocks))
     return Captured(
-        step=step, parts=parts, values=values, own=[each[len(held.digest) :] for each in every],
-        shards=[list(dict.fromkeys(digests)).index(digest) for digest in digests],
+        step=step, parts=parts, values=values, layout=layout, own=[data for _, _, data in every], sizes=sizes,
+        shards=[shards.index(digest) for digest in of_blocks],
     )  # fmt: skip
 
 
 def _serialized_own(objects: Objects) -> bytes:
-    data = serialized({name: each.state_dict() for name, each in objects.own.items()})
+    if not objects.own:
+        return b""
+    states = {name: each.state_dict() for name, each in objects.own.items()}
+    data = serialized(states)
     try:
         deserialized(data)
     except UnpicklingError:
-        for name, each in objects.own.items():
-            check_content(name, each.state_dict())
+        for name, state in states.items():
+            split(name, state, {})
         raise
     return data
 
 
-@dataclass(frozen=True)
-class _Held:
-    """Digests of the tensors' whole shapes and dtypes, equal on all ranks, and of the blocks that a rank holds."""
-
-    digest: bytes
-    HALF = 16
-
-    @classmethod
-    def of(cls, parts: Mapping[str, Part]) -> _Held:
-        whole = repr([(name, part.tensor.dtype, part.block.whole) for name, part in parts.items()])
-        blocks = repr([(part.block.offset, part.block.shape) for part in parts.values()])
-        return cls(b"".join(hashlib.sha256(text.encode()).digest()[: cls.HALF] for text in (whole, blocks)))
-
-
-def _difference(parts: Mapping[str, Part], peers: RankGroup) -> str:
+def _difference(wholes: str, peers: RankGroup) -> str:
     """Return which tensors differ between the ranks. All ranks must call this."""
-    lines = [f"{name} {tuple(part.block.whole)} {part.tensor.dtype}" for name, part in parts.items()]
-    every = [set(text.decode().split("\n")) for text in peers.all_gather_bytes("\n".join(lines).encode())]
+    every = [set(text.decode().split("\n")) for text in peers.all_gather_bytes(wholes.encode())]
     other = next(rank for rank, each in enumerate(every) if each != every[0])
-    example = next(iter(sorted(every[0] ^ every[other])))
+    example = min(every[0] ^ every[other])
     return (
         f"state(): rank 0 and rank {other} have different tensors, such as {example}: modules and optimizers must be "
         "the same on all ranks, whole (DDP) or in shards (FSDP, DTensor)"
     )
-
-
-def _is_shared(one: Any) -> bool:
-    """Return whether all ranks hold the same state of an object, or shards of one state."""
-    from torch import nn, optim
-
-    return isinstance(one, nn.Module | optim.Optimizer | optim.lr_scheduler.LRScheduler)
-
-
-def _split(name: str, one: Saveable, tensors: dict[str, Tensor]) -> Any:
-    state = one.state_dict()
-    try:
-        return split(name, state, tensors)
-    except UnpicklingError:
-        check_content(name, state)
-        raise
 
 
 def _part(name: str, value: Any) -> Part:
@@ -186,18 +174,7 @@ def check_restorable(objects: Objects) -> None:
 
     for name, each in {**objects.shared, **objects.own}.items():
         if not isinstance(each, nn.Module | _Fsdp1):
-            check_content(name, each.state_dict())
-
-
-def check_content(name: str, content: Any) -> None:
-    """Raise TypeError if the state `content` of an object could be saved but not restored."""
-    try:
-        split(name, content, {})
-    except UnpicklingError as error:
-        raise TypeError(
-            f"state({name}=...): its state_dict() holds more than tensors, numbers and texts, so it could not be "
-            f"restored: {error}"
-        ) from error
+            split(name, each.state_dict(), {})
 
 
 # --- restoring ---
@@ -210,14 +187,6 @@ class Loading:
     parts: dict[str, Part] = field(default_factory=dict)
     """The memory for what this rank needs of each saved tensor, by name."""
     loads: list[Callable[[], object]] = field(default_factory=list)
-
-    def memory_for(
-        self, of: str, memory: Callable[[str, Tensor], Tensor], wholes: Mapping[str, Tensor], saved: str
-    ) -> Tensor:
-        """Return memory for the tensor `saved` of an object."""
-        tensor = memory(saved.removeprefix(f"{of}/"), wholes[saved])
-        self.parts[saved] = part_of(tensor)
-        return tensor
 
     def finish(self) -> None:
         """Load the tensors, which are in the memory, into the objects."""
@@ -242,8 +211,14 @@ def begin_loading(objects: Objects, values: Mapping[str, Any], own: bytes, whole
     if saved != present:
         raise KeyError(f"the saved state is of {_list(saved)}, and state() got {_list(present)}")
     loading = Loading()
+
+    def memory(of: str, provide: Callable[[str, Tensor], Tensor], name: str) -> Tensor:
+        tensor = provide(name.removeprefix(f"{of}/"), wholes[name])
+        loading.parts[name] = part_of(tensor)
+        return tensor
+
     for name, each in objects.shared.items():
-        state = join(values[name], partial(loading.memory_for, name, _memory_for(each), wholes))
+        state = join(values[name], partial(memory, name, _memory_for(each)))
         loading.loads.append(partial(_load, each, state))
     loading.loads.extend(partial(each.load_state_dict, states[name]) for name, each in objects.own.items())
     return loading
@@ -251,10 +226,6 @@ def begin_loading(objects: Objects, values: Mapping[str, Any], own: bytes, whole
 
 def _list(names: Collection[str]) -> str:
     return ", ".join(sorted(name for name in names if name.isidentifier())) or "no objects"
-
-
-def _load(one: Saveable, state: dict[str, Any]) -> None:
-    one.load_state_dict(_named_as(one, state))
 
 
 def _memory_for(one: Saveable) -> Callable[[str, Tensor], Tensor]:
@@ -304,20 +275,20 @@ def _plain_names(*states: Collection[str]) -> Callable[[str], str]:
     return _plain_name if all(len(set(map(_plain_name, names))) == len(names) for names in states) else str
 
 
-def _named_as(one: Saveable, state: dict[str, Any]) -> dict[str, Any]:
-    """Return a module's state with the names of the present one, if only wrappers differ."""
+def _load(one: Saveable, state: dict[str, Any]) -> None:
+    """Load a state; a module's with the names of the present one, if only wrappers differ."""
     from torch import nn
 
-    if not isinstance(one, nn.Module):
-        return state
-    # The present state also has the modules' versions. Some modules of torchvision refuse a state without versions.
-    present = one.state_dict()
-    plain = _plain_names(present, state)
-    names = {plain(name): name for name in present}
-    named = {names.get(plain(name), name): value for name, value in state.items()}
-    present.clear()
-    present.update(named)
-    return present
+    if isinstance(one, nn.Module):
+        # The present state also has the modules' versions. Some modules of torchvision refuse a state without versions.
+        present = one.state_dict()
+        plain = _plain_names(present, state)
+        names = {plain(name): name for name in present}
+        named = {names.get(plain(name), name): value for name, value in state.items()}
+        present.clear()
+        present.update(named)
+        state = present
+    one.load_state_dict(state)
 
 
 # --- FSDP1 ---
@@ -327,22 +298,18 @@ class _Fsdp1:
     """A module or an optimizer of FSDP1, whose own `state_dict` would join all shards. DCP gives the shards."""
 
     def __init__(self, module: nn.Module, optimizer: Optimizer | None = None) -> None:
-        self._module, self._optimizer = module, optimizer
+        from torch.distributed.checkpoint import state_dict as dcp
+
+        self._of: tuple[Any, ...] = (module,) if optimizer is None else (module, optimizer)
+        self._get: Any = dcp.get_model_state_dict if optimizer is None else dcp.get_optimizer_state_dict
+        self._set: Any = dcp.set_model_state_dict if optimizer is None else dcp.set_optimizer_state_dict
 
     def state_dict(self) -> dict[str, Any]:
-        from torch.distributed.checkpoint import state_dict as dcp
-
-        if self._optimizer is None:
-            return dcp.get_model_state_dict(self._module)
-        return dcp.get_optimizer_state_dict(self._module, self._optimizer)
+        state: dict[str, Any] = self._get(*self._of)
+        return state
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        from torch.distributed.checkpoint import state_dict as dcp
-
-        if self._optimizer is None:
-            dcp.set_model_state_dict(self._module, state)
-        else:
-            dcp.set_optimizer_state_dict(self._module, self._optimizer, state)
+        self._set(*self._of, state)
 
 
 def _adapted(objects: Mapping[str, Saveable]) -> dict[str, Saveable]:

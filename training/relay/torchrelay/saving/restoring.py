@@ -1,43 +1,43 @@
 """Finds the newest usable state, and restores it on all ranks. Runs on every rank.
 
 The candidates are the checkpoints, which rank 0 sees, and the snapshots in the memory of the nodes. A snapshot is
-complete if the nodes together hold all of its shards; a whole state is its own only shard. Each rank reads what it
-needs from its node's memory. What a node lacks is sent to it. A state that is not usable is discarded, and the next
-newest is tried.
+complete if the nodes together hold all of its shards; a whole state is its own only shard. The files of a checkpoint
+count as shards, too. Each rank reads the shards that it can read, and is sent the others that it needs. A state that is
+not usable is discarded, and the next newest is tried.
 """
 
 from __future__ import annotations  # torch is imported only when a function is called
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from ..checkpoint_files import (
     RANKS,
     STATE_TENSORS,
     STATE_VALUES,
     checkpoint_path,
-    discard,
     file_names,
     find_damage,
     list_checkpoints,
+    reject,
     remove_published,
     remove_unpublished,
     step_of,
 )
-from ..rank_exchange import RankGroup
+from ..rank_exchange import RankGroup, reason_of
 from .objects import Objects, begin_loading
+from .owner import Owner
 from .shards import Block, Part, copy_common
-from .tensor_files import TENSOR_FILES, SavedTensor, dtype_named, read_part, read_whole, saved_tensors
+from .tensor_files import TENSOR_FILES, SavedTensor, TensorFile, TensorLayout, read_whole_tensors
 from .values import deserialized
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 FORMAT = 1
@@ -45,17 +45,9 @@ FORMAT = 1
 _SHARD = re.compile(r"shard-(\d+)-of-(\d+)")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shard:
-    """A snapshot of a shard in a node's memory. A whole state is the only shard of itself."""
-
-    step: int
-    attempt: int
-    """Number of the attempt that wrote it."""
-    count: int
-    """Number of shards of the state."""
-    index: int
-    path: Path
+State = tuple[int, int, int]
+"""Identifies a snapshot: its step, the attempt that wrote it, and its number of shards. A whole state is one shard."""
+Holder = TypeVar("Holder")
 
 
 def shard_directory(snapshots: Path, index: int, count: int) -> Path:
@@ -68,12 +60,14 @@ def _directories(snapshots: Path) -> list[Path]:
     return [snapshots, *snapshots.glob("shard-*")]
 
 
-def list_shards(snapshots: Path, damaged: Callable[[Path, str], object] = lambda _path, _reason: None) -> list[Shard]:
-    """Return the intact snapshots in a node's memory. `damaged` is called for each other one, with the reason.
+def list_shards(
+    snapshots: Path, damaged: Callable[[Path, str], object] = lambda _path, _reason: None
+) -> list[tuple[State, int, Path]]:
+    """Return the intact snapshots in a node's memory: of which state, the number of the shard, and the directory.
 
-    The directory need not exist.
+    `damaged` is called for each other one, with the reason. The directory `snapshots` need not exist.
     """
-    found = list[Shard]()
+    found = list[tuple[State, int, Path]]()
     for directory in _directories(snapshots):
         name = _SHARD.fullmatch(directory.name)
         index, count = map(int, name.groups()) if name else (0, 1)
@@ -87,8 +81,28 @@ def list_shards(snapshots: Path, damaged: Callable[[Path, str], object] = lambda
             if reason:
                 damaged(path, reason)
             else:
-                found.append(Shard(step=step_of(path), attempt=values["attempt"], count=count, index=index, path=path))
+                found.append(((step_of(path), values["attempt"], count), index, path))
     return found
+
+
+def whole_states(shards: Iterable[tuple[State, int, Holder]]) -> dict[State, dict[int, list[Holder]]]:
+    """Return the states of which there are all shards, with the holders of each shard, by its number.
+
+    Shards of two attempts do not fit, even at the same step.
+    """
+    states = dict[State, dict[int, list[Holder]]]()
+    for state, index, holder in shards:
+        states.setdefault(state, {}).setdefault(index, []).append(holder)
+    return {state: held for state, held in states.items() if len(held) == state[2]}
+
+
+def remove_newer(snapshots: Path, step: int) -> None:
+    """Remove a node's snapshots that are newer than `step`, and all unfinished ones."""
+    for directory in _directories(snapshots):
+        remove_unpublished(directory, "step-*")
+        for path in list_checkpoints(directory):
+            if step_of(path) > step:
+                remove_published(path)
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -98,7 +112,7 @@ class Candidate:
     step: int
     durable: bool
     attempt: int = 0
-    """For a snapshot, the attempt that wrote it. Shards of two attempts do not fit, even at the same step."""
+    """For a snapshot, the attempt that wrote it."""
     count: int = field(default=1, compare=False)
     holders: dict[int, list[int]] = field(default_factory=dict, compare=False)
     """For each shard of a snapshot, the first ranks of the nodes that hold it."""
@@ -124,18 +138,13 @@ class Restorer:
     """Restores the newest usable state. All ranks make the same calls."""
 
     peers: RankGroup
+    objects: Objects
     checkpoints: Path | None
     """Directory of the checkpoints; None if there are none."""
     snapshots: Path | None
     """This node's directory of snapshots; None if there are none."""
-    objects: Objects
-    discarded: Callable[[Candidate, str], None]
-    """Called on rank 0 with a state that is not usable, and the reason."""
-    check: Callable[[Mapping[str, Any], Candidate], str] = lambda _values, _candidate: ""
-    """Called on all ranks with the values of a state. Returns why it is not usable, or an empty text."""
-    beat: Callable[[], object] = lambda: None
-    """Called before each tensor is read."""
-    is_half_loaded: bool = field(default=False, init=False)
+    owner: Owner
+    _is_half_loaded: bool = field(default=False, init=False)
 
     def restore(self) -> Candidate | None:
         """Load the newest usable state, and return it, or None if no state is usable. Removes newer snapshots.
@@ -145,128 +154,128 @@ class Restorer:
             OSError: a checkpoint cannot be read, but may be intact.
             RuntimeError: no state is usable, but tensors were already loaded from one.
         """
-        mine, damaged = list[Shard](), dict[str, str]()
-        if self.snapshots and self.peers.local_rank == 0:
-            for directory in _directories(self.snapshots):
-                remove_unpublished(directory, "step-*")
-            mine = list_shards(self.snapshots, lambda path, reason: damaged.update({str(path): reason}))
-        for path, reason in (one for each in self.peers.all_gather_json(damaged) for one in each.items()):
-            if self.peers.is_rank_zero:
-                self.discarded(Candidate(step=step_of(Path(path)), durable=False, path=Path(path)), reason)
-        candidates = self._candidates(mine)
-        while candidates and not self._is_usable(candidates[-1], mine):
+        candidates = self._candidates()
+        while candidates and not self._is_usable(candidates[-1]):
             candidates.pop()
-        if self.is_half_loaded and not candidates:
+        if self._is_half_loaded and not candidates:
             raise RuntimeError("no saved state can be read as a whole, and the objects have parts of one: start again")
         if self.snapshots and self.peers.local_rank == 0:
             remove_newer(self.snapshots, candidates[-1].step if candidates else 0)
         return candidates[-1] if candidates else None
 
-    def _is_usable(self, candidate: Candidate, mine: list[Shard]) -> bool:
-        """Load a state, or discard it."""
-        origin = candidate.step, candidate.attempt, candidate.count
-        paths = [shard for shard in mine if (shard.step, shard.attempt, shard.count) == origin]
-        directories = {shard.index: shard.path for shard in paths}
-        if candidate.durable:
-            directories = {0: candidate.path}
-        try:
-            self._load(candidate, directories)
-        except _Unusable as reason:
-            if self.peers.is_rank_zero:
-                self.discarded(candidate, str(reason))
-            for path in directories.values() if self.peers.is_rank_zero or not candidate.durable else ():
-                discard(path, durable=candidate.durable)
-            return False
-        return True
-
-    def _candidates(self, mine: list[Shard]) -> list[Candidate]:
-        """Return the states that the ranks can read together, the newest last. `mine` are this node's shards."""
-        steps = list[int]()
+    def _candidates(self) -> list[Candidate]:
+        """Return the states that the ranks can read together, the newest last."""
+        steps, shards, damaged = list[int](), list[tuple[State, int]](), dict[str, str]()
         if self.checkpoints and self.peers.is_rank_zero:
             remove_unpublished(self.checkpoints, "step-*")
             steps = [step_of(path) for path in list_checkpoints(self.checkpoints)]
-        shards = [(shard.step, shard.attempt, shard.count, shard.index) for shard in mine]
-        every = self.peers.all_gather_json([steps, shards])
-        holders: dict[tuple[int, int, int], dict[int, list[int]]] = {}
-        for rank, (_, theirs) in enumerate(every):
-            for step, attempt, count, index in theirs:
-                holders.setdefault((step, attempt, count), {}).setdefault(index, []).append(rank)
+        if self.snapshots and self.peers.local_rank == 0:
+            for directory in _directories(self.snapshots):
+                remove_unpublished(directory, "step-*")
+            found = list_shards(self.snapshots, lambda path, reason: damaged.update({str(path): reason}))
+            shards = [(state, index) for state, index, _ in found]
+        every = self.peers.all_gather_json([steps, shards, damaged])
+        for _, _, reasons in every:
+            for path, reason in reasons.items():
+                self._report(Candidate(step=step_of(Path(path)), durable=False, path=Path(path)), reason)
+        held = [(tuple(state), index, rank) for rank, (_, mine, _) in enumerate(every) for state, index in mine]
         snapshots = [
             Candidate(
-                step=step,
-                durable=False,
-                attempt=attempt,
-                count=count,
-                holders=held,
-                path=checkpoint_path(self.snapshots or Path(), step),
+                step=state[0], durable=False, attempt=state[1], count=state[2], holders=holders,
+                path=checkpoint_path(self.snapshots or Path(), state[0]),
             )
-            for (step, attempt, count), held in holders.items()
-            if len(held) == count
-        ]
-        checkpoints = self.checkpoints or Path()
-        durable = [Candidate(step=step, durable=True, path=checkpoint_path(checkpoints, step)) for step in every[0][0]]
-        return sorted([*snapshots, *durable])
+            for state, holders in whole_states(held).items()
+        ]  # fmt: skip
+        paths = [checkpoint_path(self.checkpoints or Path(), step) for step in every[0][0]]
+        return sorted([*snapshots, *(Candidate(step=step_of(path), durable=True, path=path) for path in paths)])
 
-    def _examine(self, checkpoint: Path) -> bool:
-        """Return whether several ranks have written a checkpoint.
+    def _report(self, candidate: Candidate, reason: str) -> None:
+        """Warn, and record, that a state is not usable."""
+        if self.peers.is_rank_zero:
+            self.owner.warn(f"{candidate.source} {candidate.path} is not used: {reason}")
+            self.owner.event("checkpoint_rejected", path=str(candidate.path), reason=reason)
 
-        Raises:
-            OtherFormatError: on all ranks, if another version has written it.
-        """
-        number, problem = 0, ""
-        with suppress(OSError, ValueError, KeyError):  # it cannot be read, or is damaged, which is noticed later
+    def _is_usable(self, candidate: Candidate) -> bool:
+        """Load a state, or discard it, so that no attempt reads it again."""
+        try:
+            self._load(candidate)
+        except _Unusable as reason:
+            self._report(candidate, str(reason))
+            if not candidate.durable and self.peers.local_rank == 0:
+                for path in self._shards_here(candidate).values():
+                    remove_published(path)
+            elif candidate.durable and self.peers.is_rank_zero:
+                reject(candidate.path)
+            return False
+        return True
+
+    def _shards_here(self, candidate: Candidate) -> dict[int, Path]:
+        """Return the directories of a snapshot's shards in this node's memory."""
+        first = self.peers.rank - self.peers.local_rank
+        return {
+            index: checkpoint_path(shard_directory(self.snapshots, index, candidate.count), candidate.step)
+            for index, ranks in candidate.holders.items()
+            if self.snapshots and first in ranks
+        }
+
+    def _files_of(self, checkpoint: Path) -> list[Path]:
+        """Return the files of tensors of a checkpoint; none if its manifest is damaged. Raises OtherFormatError."""
+        names, problem = list[str](), ""
+        with suppress(OSError, ValueError, KeyError, TypeError):  # unreadable or damaged: noticed later
             if self.peers.is_rank_zero:
-                names = file_names(checkpoint)
-                number = sum(fnmatch(name, TENSOR_FILES) for name in names)
+                names = sorted(file_names(checkpoint))
                 if STATE_VALUES not in names:
-                    problem = f"{', '.join(sorted(names))} instead of {STATE_TENSORS} and {STATE_VALUES}"
+                    problem = f"{', '.join(names)} instead of {STATE_TENSORS} and {STATE_VALUES}"
                 elif (found := json.loads((checkpoint / STATE_VALUES).read_bytes()).get("format")) != FORMAT:
                     problem = f"format {found} instead of {FORMAT}"
-        [number, problem], *_ = self.peers.all_gather_json([number, problem])
+        [names, problem], *_ = self.peers.all_gather_json([names, problem])
         if problem:
             raise OtherFormatError(f"{checkpoint.name} has {problem}: end the run with the version that began it")
-        return bool(number > 1)
+        return [checkpoint / name for name in names if fnmatch(name, TENSOR_FILES)]
 
-    def _load(self, candidate: Candidate, directories: dict[int, Path]) -> None:
-        """Load a state from directories by the number of their shard.
-
-        Raises:
-            _Unusable: on all ranks.
-            OSError: on all ranks, if a checkpoint cannot be read, but may be intact.
-        """
-        source = candidate.holders[0][0] if candidate.holders else 0
-        if not candidate.durable:  # the first rank of each node has looked for the shards
-            node = self.peers.all_gather_json({index: str(path) for index, path in directories.items()})
-            directories = {
-                int(index): Path(path) for index, path in node[self.peers.rank - self.peers.local_rank].items()
-            }
-        is_split = candidate.durable and self._examine(directories[0])
-        text, every = b"", b""
-        with _agreed(self.peers, candidate):
-            if candidate.durable and (is_split or self.peers.is_rank_zero):
-                # Ranks that have written a file each all see the storage, and share the check.
-                share = (self.peers.rank, self.peers.world_size) if is_split else (0, 1)
-                if problem := find_damage(directories[0], *share):
-                    raise ValueError(problem)
-            if self.peers.rank == source:
-                text, own = (directories[0] / STATE_VALUES).read_bytes(), directories[0] / RANKS
-                every = own.read_bytes() if own.exists() else b""
-        text, every = (self.peers.broadcast_bytes(data, source) for data in (text, every))
-        values, states = json.loads(text), deserialized(every) if every else [b""]
-        if problem := next(filter(None, self.peers.all_gather_json(self.check(values, candidate))), ""):
+    def _load(self, candidate: Candidate) -> None:
+        """Load a state. Raises _Unusable or OSError as `_agreed`."""
+        peers = self.peers
+        if candidate.durable:
+            paths = self._files_of(candidate.path)
+            # Ranks that have written a file each all see the storage.
+            files = dict(enumerate(paths)) if len(paths) > 1 or peers.is_rank_zero else {}
+            sources = dict.fromkeys(range(len(paths)), 0)
+        else:
+            files = {index: path / STATE_TENSORS for index, path in self._shards_here(candidate).items()}
+            sources = {index: ranks[0] for index, ranks in candidate.holders.items()}
+        values, every = self._read_values(candidate, files, 0 if candidate.durable else sources[0])
+        problems = peers.all_gather_json(self.owner.problem(values, candidate.path.name, durable=candidate.durable))
+        if problem := next(filter(None, problems), ""):
             raise _Unusable(problem)
-        content = _Content.of(self.peers, self.beat, candidate, directories)
+        content = _Content.of(peers, self.owner, candidate, files, sources)
         # If there are more ranks than at the save, some continue with the same state as others.
-        loading = begin_loading(self.objects, values["objects"], states[self.peers.rank % len(states)], content.wholes)
-        self.is_half_loaded = True
+        loading = begin_loading(self.objects, values["objects"], every[peers.rank % len(every)], content.wholes)
+        self._is_half_loaded = True
         content.read(loading.parts)
         loading.finish()
-        self.is_half_loaded = False
+        self._is_half_loaded = False
+
+    def _read_values(self, candidate: Candidate, files: Mapping[int, Path], source: int) -> tuple[Any, list[bytes]]:
+        """Return the values of a state, and what each rank had of its own, from rank `source`."""
+        peers = self.peers
+        values = states = b""
+        with _agreed(peers, candidate):
+            if candidate.durable and (len(files) > 1 or peers.is_rank_zero):
+                share = (peers.rank, peers.world_size) if len(files) > 1 else (0, 1)
+                if problem := find_damage(candidate.path, *share):
+                    raise ValueError(problem)
+            if peers.rank == source:
+                directory = candidate.path if candidate.durable else files[0].parent
+                values, own = (directory / STATE_VALUES).read_bytes(), directory / RANKS
+                states = own.read_bytes() if own.exists() else b""
+        values, states = (peers.broadcast_bytes(data, source) for data in (values, states))
+        return json.loads(values), deserialized(states) if states else [b""]
 
 
 @contextmanager
 def _agreed(peers: RankGroup, candidate: Candidate) -> Iterator[None]:
-    """Raise on all ranks if a rank cannot read a state. All ranks must enter the block.
+    """Make all ranks raise if a rank cannot read a state. All ranks must enter the block.
 
     Raises:
         _Unusable: the state is damaged, or it is a snapshot.
@@ -276,7 +285,7 @@ def _agreed(peers: RankGroup, candidate: Candidate) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        problem, is_damaged = str(error) or repr(error), not candidate.durable or not isinstance(error, OSError)
+        problem, is_damaged = reason_of(error), not candidate.durable or not isinstance(error, OSError)
     for text, damaged in peers.all_gather_json([problem, is_damaged]):
         if text and damaged:
             raise _Unusable(text)
@@ -289,38 +298,31 @@ class _Content:
     """The tensors of a state, and where this rank can read them."""
 
     peers: RankGroup
-    beat: Callable[[], object]
+    owner: Owner
     candidate: Candidate
-    directories: Mapping[int, Path]
-    """By the number of the shard, the directories that this rank can read."""
-    shards: Mapping[int, Mapping[str, tuple[torch.dtype, Block]]]
-    """For each shard of a snapshot, its tensors by name. A checkpoint counts as one shard with whole tensors."""
+    sources: Mapping[int, int]
+    """For each shard, the rank that sends it to the ranks that cannot read it."""
+    shards: Mapping[int, Mapping[str, SavedTensor]]
+    """For each shard, its tensors by name."""
+    files: Mapping[int, TensorFile]
+    """By the number of the shard, the files that this rank can read."""
 
     @classmethod
     def of(
-        cls, peers: RankGroup, beat: Callable[[], object], candidate: Candidate, directories: Mapping[int, Path]
+        cls, peers: RankGroup, owner: Owner, candidate: Candidate, paths: Mapping[int, Path], sources: Mapping[int, int]
     ) -> Self:
-        """Find the tensors. All ranks must call this.
-
-        Raises:
-            _Unusable: on all ranks, if a file is damaged.
-            OSError: on all ranks, if a checkpoint cannot be read.
-        """
-        readers = {0: 0} if candidate.durable else {index: ranks[0] for index, ranks in candidate.holders.items()}
-        mine = dict[int, dict[str, Any]]()
+        """Find the tensors in the files at `paths`, which this rank can read. All ranks must call this."""
+        mine = dict[int, str]()
         with _agreed(peers, candidate):
-            for index in [index for index, reader in readers.items() if reader == peers.rank]:
-                for name, [first, *_] in _saved(directories[index]).items():
-                    block = first.block.as_whole if candidate.durable else first.block
-                    mine.setdefault(index, {})[name] = str(first.kind), block.offset, block.shape, block.whole
-        shards: dict[int, dict[str, tuple[torch.dtype, Block]]] = {}
-        for described in peers.all_gather_json(mine):
-            for index, tensors in described.items():
-                shards[int(index)] = {
-                    name: (dtype_named(kind), Block(offset=tuple(offset), shape=tuple(shape), whole=tuple(whole)))
-                    for name, (kind, offset, shape, whole) in tensors.items()
-                }
-        return cls(peers=peers, beat=beat, candidate=candidate, directories=directories, shards=shards)
+            for index in (index for index, source in sources.items() if source == peers.rank):
+                mine[index] = TensorFile(paths[index]).header.decode("latin-1")
+        texts = {int(index): text for each in peers.all_gather_json(mine) for index, text in each.items()}
+        headers = {index: text.encode("latin-1") for index, text in texts.items()}
+        return cls(
+            peers=peers, owner=owner, candidate=candidate, sources=sources,
+            shards={index: TensorLayout.parse(header).tensors for index, header in headers.items()},
+            files={index: TensorFile(path, headers[index]) for index, path in paths.items()},
+        )  # fmt: skip
 
     @property
     def wholes(self) -> dict[str, Tensor]:
@@ -328,76 +330,50 @@ class _Content:
         import torch
 
         return {
-            name: torch.empty(block.whole, dtype=kind, device="meta")
+            name: torch.empty(saved.block.whole, dtype=saved.kind, device="meta")
             for tensors in self.shards.values()
-            for name, (kind, block) in tensors.items()
+            for name, saved in tensors.items()
         }
 
     def read(self, targets: Mapping[str, Part]) -> None:
-        """Read what this rank needs. All ranks must call this.
-
-        Raises:
-            _Unusable: on all ranks, if a file is damaged, or is a snapshot's and cannot be read.
-            OSError: on all ranks, if a checkpoint cannot be read.
-        """
-        is_sharded = any(self.peers.all_gather_json(any(not part.block.is_whole for part in targets.values())))
-        if self.candidate.durable and is_sharded:
-            # All ranks see the checkpoints: each reads what it needs.
-            with _agreed(self.peers, self.candidate):
-                saved = _saved(self.directories[0])
-                for name, part in targets.items():
-                    self.beat()
-                    read_part(part, saved[name])
-            return
-        needed, here = set[int](), set() if self.candidate.durable else set(self.directories)
+        """Read what this rank needs. All ranks must call this."""
+        needed = set[int]()
         with _agreed(self.peers, self.candidate):
-            needed = self._needed(targets, here)
-        missing = sorted({index for each in self.peers.all_gather_json(sorted(needed - here)) for index in each})
+            needed = self._needed(targets)
+        missing = self.peers.all_gather_json(sorted(needed - self.files.keys()))
+        sent = sorted({index for indices in missing for index in indices})
         with _agreed(self.peers, self.candidate):
-            for index in missing:
+            for index in sent:
                 self._receive(index, targets)
-            for index in needed - set(missing):
-                for name, [saved_tensor] in _saved(self.directories[index]).items():
-                    self.beat()
-                    if name in targets and saved_tensor.block.common(targets[name].block):
-                        copy_common(targets[name], *saved_tensor.read(targets[name].block))
+            for index in needed.difference(sent):
+                for name in targets.keys() & self.files[index].tensors:
+                    self.owner.beat()
+                    self.files[index].read_into(targets[name], name)
 
-    def _needed(self, targets: Mapping[str, Part], here: set[int]) -> set[int]:
-        """Return the shards that this rank needs; `here` are on its node. Raises ValueError if one is missing."""
+    def _needed(self, targets: Mapping[str, Part]) -> set[int]:
+        """Return the shards that this rank needs. Raises ValueError if one is missing."""
         needed = set[int]()
         for name, part in targets.items():
-            blocks = {index: tensors[name][1] for index, tensors in self.shards.items() if name in tensors}
-            whole = [index for index, block in blocks.items() if block.is_whole]
-            if whole:
-                needed.add(next((index for index in whole if index in here), whole[0]))
-                continue
-            sizes = {index: block.common_size(part.block) for index, block in blocks.items()}
-            # Ranks that hold the same block may be parts of different shards (with tensor parallelism).
-            distinct = {blocks[index].offset: size for index, size in sizes.items()}
-            if sum(distinct.values()) != part.tensor.numel():
+            sizes, holders = dict[Block, int](), dict[Block, int]()
+            # Several shards may have the same block (with tensor parallelism). The files that can be read come last.
+            for index in sorted(self.shards, key=self.files.__contains__):
+                block = self.shards[index][name].block if name in self.shards[index] else None
+                if block and (size := block.common_size(part.block)):
+                    sizes[block], holders[block] = size, index
+            if sum(sizes.values()) != part.tensor.numel():
                 raise ValueError(f"{name} is not complete")
-            found = {blocks[index].offset for index in here & blocks.keys()}
-            first = {block.offset: index for index, block in reversed(blocks.items())}
-            needed |= {index for index in here & blocks.keys() if sizes[index]}
-            needed |= {index for offset, index in first.items() if offset not in found and sizes[index]}
+            needed.update(holders.values())
         return needed
 
     def _receive(self, index: int, targets: Mapping[str, Part]) -> None:
-        """Send a shard from a rank that holds it to all others, each of which copies what it needs."""
-        source = self.candidate.holders[index][0] if self.candidate.holders else 0
+        """Send a shard from a rank that can read it to all others, each of which copies what it needs."""
         tensors = self.shards[index]
-        shapes = {name: (kind, block.shape) for name, (kind, block) in tensors.items()}
-        saved = dict[str, list[SavedTensor]]()
-
-        def read(name: str) -> Tensor:
-            # Here, because an error of `read` is raised when the other ranks have received all.
-            saved.update(saved or _saved(self.directories[index]))
-            return read_whole(saved[name])
-
-        for name, tensor in self.peers.broadcast_each(shapes, read, source):
-            self.beat()
+        shapes = {name: (saved.kind, saved.block.shape) for name, saved in tensors.items()}
+        received = self.peers.broadcast_each(shapes, lambda name: self.files[index].read(name)[0], self.sources[index])
+        for name, tensor in received:
+            self.owner.beat()
             if name in targets:
-                copy_common(targets[name], tensor, tensors[name][1])
+                copy_common(targets[name], tensor, tensors[name].block)
 
 
 def read_state(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -408,22 +384,4 @@ def read_state(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         ValueError: a file is damaged.
     """
     values: dict[str, Any] = json.loads((directory / STATE_VALUES).read_bytes())
-    return {name: read_whole(saved) for name, saved in _saved(directory).items()}, values
-
-
-def _saved(directory: Path) -> dict[str, list[SavedTensor]]:
-    """Return the tensors, or their shards, in the files of a state. Raises OSError; ValueError if one is damaged."""
-    found = dict[str, list[SavedTensor]]()
-    for file in sorted(directory.glob(TENSOR_FILES)):
-        for name, saved in saved_tensors(file).items():
-            found.setdefault(name, []).append(saved)
-    return found
-
-
-def remove_newer(snapshots: Path, step: int) -> None:
-    """Remove a node's snapshots that are newer than `step`, and all unfinished ones."""
-    for directory in _directories(snapshots):
-        remove_unpublished(directory, "step-*")
-        for path in list_checkpoints(directory):
-            if step_of(path) > step:
-                remove_published(path)
+    return read_whole_tensors(directory), values

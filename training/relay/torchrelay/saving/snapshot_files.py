@@ -6,24 +6,23 @@ then, the other holds the snapshot before.
 """
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from ..checkpoint_files import (
+    KEPT_SNAPSHOTS,
     STATE_TENSORS,
     checkpoint_path,
     list_checkpoints,
     make_private,
-    new_unpublished,
     remove_published,
     save_snapshot,
     unpublish,
+    unpublished_name,
+    write_all,
 )
 from .tensor_files import Image
-
-KEPT = 2
-"""Number of snapshots of a state in a node's memory, with the one that is being written."""
 
 
 class SnapshotFiles:
@@ -45,9 +44,9 @@ class SnapshotFiles:
         self._published = [(path, image) for path, image in self._published if image.is_at(path / STATE_TENSORS)]
         own = [path for path, _ in self._published]
         others = [path for path in list_checkpoints(self.directory) if path not in own]
-        for path in others[max(0, KEPT - 1 - len(own)) :]:
+        for path in others[max(0, KEPT_SNAPSHOTS - 1 - len(own)) :]:
             remove_published(path)  # an earlier attempt's, whose process may still map it
-        if not self._next and len(own) >= KEPT:
+        if not self._next and len(own) >= KEPT_SNAPSHOTS:
             path, image = self._published.pop(0)
             with suppress(OSError):  # somebody has removed it
                 self._next = unpublish(path), image
@@ -58,7 +57,7 @@ class SnapshotFiles:
             self._next = None
             shutil.rmtree(directory, ignore_errors=True)
         make_private(self.directory)
-        directory = new_unpublished(self.directory)
+        directory = unpublished_name(checkpoint_path(self.directory, 0))
         try:
             directory.mkdir(mode=0o700)
             self._next = directory, Image(size_bytes, directory / STATE_TENSORS)
@@ -67,8 +66,8 @@ class SnapshotFiles:
             raise
         return self._next[1]
 
-    def publish(self, step: int, write_others: Callable[[Path], object]) -> None:
-        """Publish the next snapshot, whose memory has been written. `write_others` writes its other files.
+    def publish(self, step: int, others: Mapping[str, bytes]) -> None:
+        """Publish the next snapshot, whose memory has been written, with the other files of the state.
 
         Raises:
             OSError: the snapshot could not be saved. The newest one is kept.
@@ -78,15 +77,10 @@ class SnapshotFiles:
         directory, image = self._next
 
         def write(directory: Path) -> None:
-            write_others(directory)
+            write_all(directory, others)
             if not image.is_at(directory / STATE_TENSORS):
                 raise FileNotFoundError(f"{directory / STATE_TENSORS} was removed")
 
         save_snapshot(self.directory, step, write, reused=directory)
         self._next = None
         self._published.append((checkpoint_path(self.directory, step), image))
-
-    def missing_bytes(self, size_bytes: int) -> int:
-        """Return the bytes of memory that snapshots of this size need, in addition to those in use."""
-        images = [image for _, image in self._published] + ([self._next[1]] if self._next else [])
-        return size_bytes * max(0, KEPT - sum(image.size_bytes == size_bytes for image in images))

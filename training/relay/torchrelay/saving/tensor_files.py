@@ -1,7 +1,8 @@
 """Owns the format of a file of tensors: safetensors, with the place of each shard in its whole tensor. On every rank.
 
-torch's distributed checkpoints (DCP) read a directory of such files with their HuggingFaceStorageReader. Neither
-safetensors nor numpy is used, because the environment of a user's script may lack them.
+torch's distributed checkpoints (DCP) read a directory of such files with their HuggingFaceStorageReader. The package
+safetensors is not used: it writes no shards, and no file in place, as a snapshot in mapped memory is written. Besides,
+the environment of a user's script may lack it, and numpy.
 """
 
 from __future__ import annotations  # torch is imported only when a function is called
@@ -16,7 +17,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from .shards import Block, Part, copy_common
 
@@ -43,40 +44,72 @@ def has_name(kind: dtype) -> bool:
     return str(kind).removeprefix("torch.") in _DTYPES
 
 
+def dtype_named(text: str) -> dtype:
+    """Return the dtype of a name such as `torch.float32`."""
+    import torch
+
+    found: dtype = getattr(torch, text.removeprefix("torch."))
+    return found
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor, or a shard of one, in a file."""
+
+    kind: dtype
+    block: Block
+    begin: int = field(repr=False)
+    """Position of its first byte, counted from the end of the header."""
+
+    @property
+    def end(self) -> int:
+        """Position after its last byte."""
+        return self.begin + math.prod(self.block.shape) * self.kind.itemsize
+
+
 @dataclass(frozen=True)
 class TensorLayout:
-    """The tensors of a file, by name, with the dtype and block of each. Two equal layouts fit the same file."""
+    """The tensors of a file, by name. Two equal layouts fit the same file."""
 
-    tensors: Mapping[str, tuple[dtype, Block]]
+    tensors: Mapping[str, SavedTensor]
 
     @classmethod
-    def of(cls, parts: Mapping[str, Part]) -> Self:
-        """Return the layout for what a rank holds."""
-        return cls({name: (part.tensor.dtype, part.block) for name, part in parts.items()})
+    def of(cls, tensors: Mapping[str, tuple[dtype, Block]]) -> Self:
+        """Return the layout for tensors. Large elements come first, so all are aligned."""
+        saved, end = dict[str, SavedTensor](), 0
+        for name, (kind, block) in sorted(tensors.items(), key=lambda one: (-one[1][0].itemsize, one[0])):
+            saved[name] = SavedTensor(kind, block, end)
+            end = saved[name].end
+        return cls(saved)
 
-    @cached_property
-    def places(self) -> dict[str, tuple[int, int]]:
-        """For each tensor, where its bytes begin and end in the data. Large elements come first, so all are aligned."""
-        places, end = dict[str, tuple[int, int]](), 0
-        for name, (kind, block) in sorted(self.tensors.items(), key=lambda one: (-one[1][0].itemsize, one[0])):
-            begin, end = end, end + math.prod(block.shape) * kind.itemsize
-            places[name] = begin, end
-        return places
+    @classmethod
+    def parse(cls, header: bytes) -> Self:
+        """Return the layout that a header describes. Raises ValueError or KeyError if the header is damaged."""
+        entries = json.loads(header[8:])
+        metadata = entries.pop(_METADATA, {})
+        offsets, shapes = json.loads(metadata.get(_SHARDS, "{}")), json.loads(metadata.get("shapes", "{}"))
+        saved = dict[str, SavedTensor]()
+        for name, entry in entries.items():
+            shape = tuple(entry["shape"])
+            offset = tuple(offsets.get(name, {}).get(_OFFSETS, (0,) * len(shape)))
+            block = Block(offset=offset, shape=shape, whole=tuple(shapes.get(name, shape)))
+            saved[name] = SavedTensor(dtype_named(_NAMES[entry["dtype"]]), block, entry["data_offsets"][0])
+        return cls(saved)
 
     @cached_property
     def header(self) -> bytes:
         """The bytes before the data."""
         entries: dict[str, Any] = {
             name: {
-                "dtype": _DTYPES[str(self.tensors[name][0]).removeprefix("torch.")],
-                "shape": self.tensors[name][1].shape,
-                "data_offsets": place,
+                "dtype": _DTYPES[str(saved.kind).removeprefix("torch.")],
+                "shape": saved.block.shape,
+                "data_offsets": (saved.begin, saved.end),
             }
-            for name, place in self.places.items()
+            for name, saved in self.tensors.items()
         }
-        if any(not block.is_whole for _, block in self.tensors.values()):
-            offsets = {name: {_OFFSETS: block.offset} for name, (_, block) in self.tensors.items()}
-            shapes = {name: block.whole for name, (_, block) in self.tensors.items()}
+        if any(not saved.block.is_whole for saved in self.tensors.values()):
+            offsets = {name: {_OFFSETS: saved.block.offset} for name, saved in self.tensors.items()}
+            shapes = {name: saved.block.whole for name, saved in self.tensors.items()}
             entries[_METADATA] = {_SHARDS: json.dumps(offsets), "shapes": json.dumps(shapes)}
         text = json.dumps(entries).encode()
         text += b" " * (-(8 + len(text)) % _ALIGNMENT)
@@ -85,7 +118,7 @@ class TensorLayout:
     @property
     def size_bytes(self) -> int:
         """The bytes of the file."""
-        return len(self.header) + sum(end - begin for begin, end in self.places.values())
+        return len(self.header) + max((saved.end for saved in self.tensors.values()), default=0)
 
 
 class Image:
@@ -133,9 +166,8 @@ class Image:
             self._memory[:first] = layout.header
             with torch.inference_mode(mode=False):  # as for the bytes
                 self.tensors = {
-                    name: self.data[first + begin : first + end].view(kind).view(block.shape)
-                    for name, (begin, end) in layout.places.items()
-                    for kind, block in [layout.tensors[name]]
+                    name: self.data[first + saved.begin : first + saved.end].view(saved.kind).view(saved.block.shape)
+                    for name, saved in layout.tensors.items()
                 }
             self._layout = layout
         with torch.no_grad():
@@ -146,13 +178,13 @@ class Image:
     def write(self, file: Path, names: Collection[str]) -> dict[str, Any]:
         """Write some of the tensors to another file, and return the manifest's entry for it. Raises OSError."""
         layout = self._layout or TensorLayout({})
-        chosen = TensorLayout({name: each for name, each in layout.tensors.items() if name in names})
+        chosen = TensorLayout.of({name: (layout.tensors[name].kind, layout.tensors[name].block) for name in names})
         digest, first = hashlib.sha256(chosen.header), len(layout.header)
         with file.open("xb") as opened, memoryview(self._memory) as content:
             opened.write(chosen.header)
-            for name in chosen.places:
-                begin, end = (first + place for place in layout.places[name])
-                for position in range(begin, end, _CHUNK_BYTES):
+            for name in chosen.tensors:
+                end = first + layout.tensors[name].end
+                for position in range(first + layout.tensors[name].begin, end, _CHUNK_BYTES):
                     with content[position : min(end, position + _CHUNK_BYTES)] as chunk:
                         digest.update(chunk)
                         opened.write(chunk)
@@ -168,28 +200,22 @@ def _pin(data: Tensor) -> None:
         weakref.finalize(data, runtime.cudaHostUnregister, data.data_ptr())
 
 
-def dtype_named(text: str) -> dtype:
-    """Return the dtype of a name such as `torch.float32`."""
-    import torch
+class TensorFile:
+    """A file of tensors that is read."""
 
-    found: dtype = getattr(torch, text.removeprefix("torch."))
-    return found
+    def __init__(self, path: Path, header: bytes | None = None) -> None:
+        """`header` is that of the file, if it is known; else, it is read.
 
+        Raises:
+            OSError: the file cannot be read.
+            ValueError, KeyError: the file is damaged.
+        """
+        self._path = path
+        self.header = _read_header(path) if header is None else header
+        self.tensors = TensorLayout.parse(self.header).tensors
 
-@dataclass(frozen=True, kw_only=True)
-class SavedTensor:
-    """A tensor, or a shard of one, in a file."""
-
-    file: Path
-    kind: dtype
-    block: Block
-    begin: int = field(repr=False)
-    """Position of the first byte in the file."""
-
-    def read(self, wanted: Block | None = None) -> tuple[Tensor, Block]:
+    def read(self, name: str, wanted: Block | None = None) -> tuple[Tensor, Block]:
         """Read the rows (of the first dimension) that another block needs, or all. Returns them, and which block it is.
-
-        The whole file is not mapped: if the storage failed, a read of mapped memory would kill the process.
 
         Raises:
             OSError: the file cannot be read.
@@ -197,83 +223,57 @@ class SavedTensor:
         """
         import torch
 
-        block, skipped = self.block, 0
+        saved, skipped = self.tensors[name], 0
+        block = saved.block
         common = block.common(wanted) if wanted and block.shape else None
         if common:
             first, last = common[0][0], common[1][0]
             skipped = first - block.offset[0]
             block = Block(offset=(first, *block.offset[1:]), shape=(last - first, *block.shape[1:]), whole=block.whole)
-        row_bytes = math.prod(block.shape[1:]) * self.kind.itemsize
-        data = bytearray(math.prod(block.shape) * self.kind.itemsize)
-        with self.file.open("rb", buffering=0) as opened:
-            opened.seek(self.begin + skipped * row_bytes)
-            _read_into(opened, data)
+        row_bytes = math.prod(block.shape[1:]) * saved.kind.itemsize
+        data = bytearray(math.prod(block.shape) * saved.kind.itemsize)
+        # The whole file is not mapped: if the storage failed, a read of mapped memory would kill the process.
+        with self._path.open("rb") as opened:
+            opened.seek(len(self.header) + saved.begin + skipped * row_bytes)
+            if opened.readinto(data) < len(data):
+                raise ValueError(f"{self._path} is too short")
         # An empty buffer is refused by frombuffer.
         content = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-        return content.view(self.kind).view(block.shape), block
+        return content.view(saved.kind).view(block.shape), block
+
+    def read_into(self, target: Part, name: str) -> int:
+        """Read what the file has of a part of a tensor into its memory. Returns the number of elements."""
+        has_some = self.tensors[name].block.common(target.block)
+        return copy_common(target, *self.read(name, target.block)) if has_some else 0
 
 
-def _read_into(file: IO[bytes], data: bytearray) -> None:
-    with memoryview(data) as view:
-        done = 0
-        while done < len(data):
-            count = file.readinto(view[done:])  # type: ignore[attr-defined]  # of a file without a buffer
-            if not count:
-                raise ValueError(f"{file.name} is too short")
-            done += count
+def _read_header(path: Path) -> bytes:
+    with path.open("rb") as opened:
+        size = opened.read(8)
+        return size + opened.read(int.from_bytes(size, "little"))
 
 
-def saved_tensors(file: Path) -> dict[str, SavedTensor]:
-    """Return the tensors of a file by name, without their content.
+def read_whole_tensors(directory: Path) -> dict[str, Tensor]:
+    """Read the tensors of a state by name, each from the files of its shards.
 
     Raises:
-        OSError: the file cannot be read.
-        ValueError: the file is damaged.
+        OSError: a file cannot be read.
+        ValueError: a file is damaged, or the files lack elements of a tensor.
     """
     import torch
 
-    with file.open("rb") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        entries = json.loads(opened.read(size))
-    metadata = entries.pop(_METADATA, {})
-    offsets, shapes = json.loads(metadata.get(_SHARDS, "{}")), json.loads(metadata.get("shapes", "{}"))
-    found = dict[str, SavedTensor]()
-    for name, entry in entries.items():
-        shape = tuple(entry["shape"])
-        offset = tuple(offsets.get(name, {}).get(_OFFSETS, (0,) * len(shape)))
-        block = Block(offset=offset, shape=shape, whole=tuple(shapes.get(name, shape)))
-        kind = getattr(torch, _NAMES[entry["dtype"]])
-        found[name] = SavedTensor(file=file, kind=kind, block=block, begin=8 + size + entry["data_offsets"][0])
+    found: dict[str, Tensor] = {}
+    missing, copied = dict[str, int](), set[tuple[str, Block]]()
+    for path in sorted(directory.glob(TENSOR_FILES)):
+        file = TensorFile(path)
+        for name, saved in file.tensors.items():
+            if saved.block.is_whole:
+                found[name], missing[name] = file.read(name)[0], 0
+            elif (name, saved.block) not in copied:
+                copied.add((name, saved.block))
+                whole = found.setdefault(name, torch.empty(saved.block.whole, dtype=saved.kind))
+                target = Part(tensor=whole, block=saved.block.as_whole)
+                missing[name] = missing.get(name, whole.numel()) - file.read_into(target, name)
+    if lacking := [name for name, count in missing.items() if count > 0]:
+        raise ValueError(f"{directory} lacks elements of {lacking[0]}")
     return found
-
-
-def read_whole(parts: list[SavedTensor]) -> Tensor:
-    """Read a tensor from the files of its shards; the only one is read as it is.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: the files lack elements of the tensor.
-    """
-    import torch
-
-    [first, *others] = parts
-    if not others:
-        return first.read()[0]
-    whole = first.block.as_whole
-    return read_part(Part(tensor=torch.empty(whole.shape, dtype=first.kind), block=whole), parts)
-
-
-def read_part(target: Part, parts: list[SavedTensor]) -> Tensor:
-    """Read a part of a tensor from the files of shards, into its memory, and return it.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: the files lack elements of the part.
-    """
-    missing = target.tensor.numel()
-    for each in {each.block: each for each in parts}.values():
-        if each.block.common(target.block):
-            missing -= copy_common(target, *each.read(target.block))
-    if missing > 0:
-        raise ValueError(f"{missing} elements of a tensor are in no file")
-    return target.tensor

@@ -8,6 +8,7 @@ import base64
 import io
 import random
 from collections.abc import Callable, Mapping
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 from .shards import is_sharded
@@ -24,7 +25,7 @@ def split(name: str, value: Any, tensors: dict[str, "Tensor"]) -> Any:  # noqa: 
     """Return a state as a value for JSON, and add its tensors to `tensors`, with names that begin with `name`.
 
     Raises:
-        UnpicklingError: the state holds an object that could be saved but not restored.
+        TypeError: the state holds an object that could be saved but not restored.
     """
     if type(value) in _PLAIN:
         return value
@@ -43,7 +44,13 @@ def split(name: str, value: Any, tensors: dict[str, "Tensor"]) -> Any:  # noqa: 
         tensors[name] = value
         return {_TENSOR: name}
     data = serialized(value)
-    deserialized(data)
+    try:
+        deserialized(data)
+    except UnpicklingError as error:
+        raise TypeError(
+            f"state({name.partition('/')[0]}=...): its state_dict() holds more than tensors, numbers and texts, so it "
+            f"could not be restored: {error}"
+        ) from error
     return {_TORCH: base64.b64encode(data).decode()}
 
 

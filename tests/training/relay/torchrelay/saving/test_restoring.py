@@ -4,10 +4,10 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from support.relay_script import StrictOwner
 from support.trainings import Starter, slow
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -47,30 +47,6 @@ class Sharded(nn.Module):
             self.register_buffer(name, distribute_tensor(value, ranks, fitting))
 
 
-class Owner:
-    """Lets all be written; a failure is an error."""
-
-    def check(self) -> None:
-        pass
-
-    def accepts(self, _tensors: object) -> bool:
-        return True
-
-    def publishing(self, step: int) -> None:
-        pass
-
-    def checkpoint_saved(self, *_: object) -> None:
-        pass
-
-    def snapshot_saved(self, *_: object) -> None:
-        pass
-
-    def failed(self, *reasons: object) -> None:
-        raise AssertionError(reasons)
-
-    checkpoint_failed = snapshots_off = copies_off = failed
-
-
 def node_of(directory: Path, group: ProcessGroup) -> Path:
     """The memory of this rank's node. Each has two ranks."""
     return directory / f"node-{group.rank // 2}"
@@ -85,13 +61,13 @@ def connected() -> ProcessGroup:
 def save(directory: Path, mesh: tuple[int, ...], cuts: Cuts) -> None:
     """In a rank: save the tensors as a checkpoint and a snapshot."""
     group = connected()
+    objects = Objects(shared={"model": Sharded(mesh, cuts, wholes())})
     writer = StateWriter(
-        peers=group, checkpoints=directory / "checkpoints", snapshots=node_of(directory, group), keep=2,
-        owner=Owner(), attempt=1,
+        peers=group, objects=objects, checkpoints=directory / "checkpoints", snapshots=node_of(directory, group),
+        keep=2, owner=StrictOwner(), attempt=1,
     )  # fmt: skip
-    model = Sharded(mesh, cuts, wholes())
     for step in (1, 2):
-        writer.save(Objects(shared={"model": model}), step, durable=step == 1)
+        writer.save(step, durable=step == 1)
         writer.wait()
     disconnect()
     sys.exit(0)
@@ -101,12 +77,12 @@ def restore(directory: Path, mesh: tuple[int, ...], cuts: Cuts, source: str) -> 
     """In a rank: restore the newest state into tensors that are cut in another way."""
     group, expected = connected(), wholes()
     model = Sharded(mesh, cuts, {name: torch.zeros_like(value) for name, value in expected.items()})
-    rejected = list[Any]()
     restored = Restorer(
         peers=group, checkpoints=directory / "checkpoints", snapshots=node_of(directory, group),
-        objects=Objects(shared={"model": model}), discarded=lambda *state: rejected.append(state),
+        objects=Objects(shared={"model": model}), owner=StrictOwner(),
     ).restore()  # fmt: skip
-    assert (rejected, restored and restored.source) == ([], source)
+    assert restored
+    assert restored.source == source
     for name, tensor in model.named_buffers():
         assert isinstance(tensor, DTensor)
         assert torch.equal(tensor.full_tensor(), expected[name]), name
