@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
+from statistics import median_high
 from typing import Any, TypeVar
 
 from hpc.base.files import DEV_SHM
@@ -17,6 +18,10 @@ _MIN_STAGE_BYTES = 10 * 10**9
 _MIN_MEMORY_BYTES = 10**9
 _MIN_LOCKED_BYTES = 10**9
 _LOCAL_DISK = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay"})
+# A speed below this part of the median is slow. GPUs of one kind differ by a few percent. CPUs, disks and networks
+# differ more.
+_SLOW_GPU, _SLOW = 0.9, 0.5
+_MAX_CLOCK_SECONDS = 1.0
 # Prefixes of virtual interfaces, which do not lead to other nodes. By default, NCCL skips `lo` and `docker` interfaces.
 _VIRTUAL = ("lo", "docker", "virbr", "veth", "br-", "cni", "podman", "flannel", "cali")
 
@@ -46,8 +51,8 @@ class Finding:
     check: str = ""
     where: str = ""
     """`cluster`, `login`, a run, or the names of nodes."""
-    free_bytes: int | None = None
-    """The free space, at the place with the least of it. None if the finding is not about space."""
+    number: float | None = None
+    """The measured number in GB, GB/s, TFLOP/s or seconds; of several places, the lowest. None if there is none."""
 
     def at(self, check: str, where: str) -> "Finding":
         """Return a copy of the finding with the name of its check and its place."""
@@ -69,23 +74,28 @@ def judge(checks: Mapping[str, Check[Facts]], facts: Facts, where: str) -> list[
 
 
 def merge(findings: Iterable[Finding]) -> list[Finding]:
-    """Join findings that differ only in their places and their free space into one finding for all places."""
+    """Join findings that differ only in their places and numbers into one for all places. Write numbers into values."""
     alike = dict[Finding, list[Finding]]()
     for finding in findings:
-        alike.setdefault(replace(finding, where="", free_bytes=None), []).append(finding)
-    return [
-        _with_least_space(replace(group[0], where=" ".join(one.where for one in group)), group)
-        for group in alike.values()
-    ]
+        alike.setdefault(replace(finding, where="", number=None), []).append(finding)
+    return [_joined(group) for group in alike.values()]
 
 
-def _with_least_space(joined: Finding, group: Sequence[Finding]) -> Finding:
-    """Replace {free} in the value of the joined finding by the least free space of the group."""
-    free = [one.free_bytes for one in group if one.free_bytes is not None]
-    if not free:
-        return joined
-    several = "at least " if len(set(map(_gigabytes, free))) > 1 else ""
-    return replace(joined, value=joined.value.replace("{free}", several + _gigabytes(min(free))), free_bytes=min(free))
+def _joined(group: Sequence[Finding]) -> Finding:
+    numbers = [finding.number for finding in group if finding.number is not None]
+    text = "at least " if len(set(map(text_of, numbers))) > 1 else ""
+    least = min(numbers, default=None)
+    return replace(
+        group[0],
+        where=" ".join(finding.where for finding in group),
+        number=least,
+        value=group[0].value if least is None else group[0].value.replace("{number}", text + text_of(least)),
+    )
+
+
+def text_of(number: float) -> str:
+    """Return a measured number with three digits."""
+    return f"{number:.3g}" if number < 1000 else f"{number:,.0f}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,15 +233,11 @@ OF_RUN: Mapping[str, Check[RunMeasurements]] = {
 }
 
 
-def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:.1f} GB"
-
-
 def _stage(node: NodeInfo) -> Finding:
     directory, free = node.stage_dir, node.stage_free_bytes
     if free is None:
         return costs(f"{directory} does not exist", "no run can stage its data or start", "use another --stage-dir")
-    value = f"{directory} has {{free}} free on {node.stage_type or 'an unknown file system'}"
+    value = f"{directory} has {{number}} GB free on {node.stage_type or 'an unknown file system'}"
     if node.stage_type in RAM_BACKED:
         found = note(
             f"{value}, which is memory",
@@ -252,20 +258,21 @@ def _stage(node: NodeInfo) -> Finding:
             "larger data sets are not staged: every epoch reads them from shared storage",
             "use --stage-dir with a directory on a larger disk of the nodes",
         )
-    return replace(found, free_bytes=free)
+    return replace(found, number=free / 1e9)
 
 
 def _memory(node: NodeInfo) -> Finding:
     free = node.shm_free_bytes
-    value = f"{DEV_SHM} does not exist" if free is None else f"{DEV_SHM} has {{free}} free"
+    value = f"{DEV_SHM} does not exist" if free is None else f"{DEV_SHM} has {{number}} GB free"
+    number = None if free is None else free / 1e9
     if free is not None and free >= _MIN_MEMORY_BYTES:
-        return ok(value, free_bytes=free)
+        return ok(value, number=number)
     return costs(
         value,
         "loader workers crash with a bus error when it is full; without space for snapshots (three times a checkpoint) "
         "a crash costs all steps since the last checkpoint",
         f"ask the administrators for `mount -o remount,size=50% {DEV_SHM}` on the nodes (containers: --shm-size)",
-        free_bytes=free,
+        number=number,
     )
 
 
@@ -314,16 +321,34 @@ def _sees_runs(node: NodeInfo) -> Finding:
     return costs(value, "no run can start", "use --runs-dir on storage that all nodes share")
 
 
-def _preflight(node: NodeInfo) -> Finding:
+def _preflight(node: NodeInfo) -> Finding | None:
     if node.problem:
         return costs(node.problem, "no run can train on these nodes", "use --exclude, and tell the administrators")
-    if node.num_gpus and " on CPU" in node.preflight:
+    if not node.world_size:
+        return None
+    ranks = f"{node.world_size} rank{'s' * (node.world_size > 1)} on {node.device}"
+    if node.num_gpus and node.device == "CPU":
         return costs(
-            node.preflight,
+            f"{ranks}, with {f'driver {node.driver}' if node.driver else 'no driver of NVIDIA'}",
             "torch found no GPU in a job with GPUs: ranks would train on the CPU",
             "check nvidia-smi on the node, and the CUDA version that torch was built for",
         )
-    return ok(node.preflight)
+    speed = node.all_reduce_gb_per_second
+    return ok(ranks if speed is None else f"{ranks}, all-reduce {{number}} GB/s", number=speed)
+
+
+def _clock(node: NodeInfo) -> Finding | None:
+    if node.clock_seconds is None:
+        return None
+    value, number = "differs from the first node's by {number} s", abs(node.clock_seconds)
+    if number <= _MAX_CLOCK_SECONDS:
+        return ok(value, number=number)
+    return note(
+        value,
+        "the times in the logs of different nodes cannot be compared",
+        "ask the administrators to synchronize the clocks",
+        number=number,
+    )
 
 
 OF_MACHINE: Mapping[str, Check[NodeInfo]] = {
@@ -342,4 +367,43 @@ OF_NODE: Mapping[str, Check[NodeInfo]] = {
     ),
     "network interface": _interfaces,
     "preflight": _preflight,
+    "clock": _clock,
 }
+
+SPEEDS = {
+    "network": "network_gb_per_second",
+    "writes to the stage directory": "stage_gb_per_second",
+    "writes to the runs directory": "runs_gb_per_second",
+}
+"""Speeds that each node measures, in GB/s: the name of the check, and the field of `NodeInfo`."""
+
+
+def compare(nodes: Sequence[NodeInfo]) -> list[Finding]:
+    """Judge the speeds of nodes by their median, and those of devices by the median of all devices of the same kind."""
+    found = list[Finding]()
+    for check, field in SPEEDS.items():
+        speeds = {node.name: speed for node in nodes if (speed := getattr(node, field)) is not None}
+        found += _compared(check, speeds, "GB/s", _SLOW)
+    for device in dict.fromkeys(node.device for node in nodes if node.teraflops):
+        name, slow = ("rank", _SLOW) if device == "CPU" else ("GPU", _SLOW_GPU)
+        alike = (node for node in nodes if node.device == device)
+        speeds = {f"{node.name} {name} {rank}": speed for node in alike for rank, speed in enumerate(node.teraflops)}
+        found += _compared("computing", speeds, f"TFLOP/s on {device}", slow)
+    return found
+
+
+def _compared(check: str, speeds: Mapping[str, float], unit: str, slow: float) -> list[Finding]:
+    """Return a finding for each place. The median is the higher one of two middle speeds: half of them may be slow."""
+    found = list[Finding]()
+    for where, speed in speeds.items():
+        usual = median_high(speeds.values())
+        verdict = ok(f"{{number}} {unit}", number=speed)
+        if speed < slow * usual:
+            verdict = costs(
+                f"{{number}} {unit}, the median is {text_of(usual)}",
+                "all ranks wait for the slowest one",
+                "use --exclude, and tell the administrators",
+                number=speed,
+            )
+        found.append(verdict.at(check, where))
+    return found

@@ -16,6 +16,7 @@ from hpc.cluster.doctor.findings import (
     LoginNode,
     RunMeasurements,
     Severity,
+    compare,
     judge,
     merge,
 )
@@ -223,16 +224,17 @@ def test_finding_about_the_login_node(check: str, changes: dict[str, Any], sever
 
 
 NODE = NodeInfo(
-    name="gpu01", cpu="EPYC", cpus=64, memory_bytes=2**38, kernel="6.1", driver=None, stage_dir="/tmp",
+    name="gpu01", driver=None, stage_dir="/tmp",
     stage_type="xfs", stage_free_bytes=10**12, shm_free_bytes=10**11, interfaces=("lo", "eth0"),
-    num_gpus=2, sees_runs=True, interface="eth0", preflight="preflight: 2 ranks on GPU, all-reduce 9.1 GB/s, 0.4 s",
+    num_gpus=2, sees_runs=True, interface="eth0", world_size=2, device="H200", teraflops=(700.0, 690.0),
+    all_reduce_gb_per_second=9.1, clock_seconds=-0.002,
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("check", "changes", "severity", "word"),
     [
-        ("stage directory", {}, "ok", "1000.0 GB"),
+        ("stage directory", {}, "ok", "1,000 GB"),
         ("stage directory", {"stage_type": "tmpfs"}, "note", "memory"),
         ("stage directory", {"stage_type": "nfs4"}, "note", "on nfs4, which is on other machines"),
         ("stage directory", {"stage_free_bytes": 10**9}, "note", "shared storage"),
@@ -250,8 +252,12 @@ NODE = NodeInfo(
         ("network interface", {"interfaces": ("lo", "eth0", "ib0")}, "ok", ""),
         ("network interface", {"nccl_interfaces": "ib0"}, "cost", "unset NCCL_SOCKET_IFNAME"),
         ("preflight", {"problem": "gpu01 computes wrongly"}, "cost", "computes wrongly"),
-        ("preflight", {"preflight": "preflight: 2 ranks on CPU, 0.1 s"}, "cost", "nvidia-smi"),
-        ("preflight", {"preflight": "preflight: 1 rank on CPU, 0.1 s", "num_gpus": 0}, "ok", "1 rank on CPU"),
+        ("preflight", {"world_size": 0}, "unknown", ""),
+        ("preflight", {}, "ok", "2 ranks on H200, all-reduce 9.1 GB/s"),
+        ("preflight", {"device": "CPU"}, "cost", "2 ranks on CPU, with no driver of NVIDIA"),
+        ("preflight", {"device": "CPU", "world_size": 1, "num_gpus": 0}, "ok", "1 rank on CPU"),
+        ("clock", {}, "ok", "0.002 s"),
+        ("clock", {"clock_seconds": -2.5}, "note", "by 2.5 s"),
     ],
 )  # fmt: skip
 def test_finding_about_a_node(check: str, changes: dict[str, Any], severity: str, word: str) -> None:
@@ -266,7 +272,37 @@ def test_same_finding_of_several_nodes_is_one() -> None:
     fuller = replace(slow, stage_free_bytes=9 * 10**11)
     found = merge([*judge(OF_NODE, slow, "gpu01"), *judge(OF_NODE, fuller, "gpu02"), *judge(OF_NODE, NODE, "gpu03")])
     two, other = (finding for finding in found if finding.check == "stage directory")
-    assert (two.where, two.value) == ("gpu01 gpu02", "/tmp has at least 900.0 GB free on tmpfs, which is memory")
-    assert (other.where, other.value) == ("gpu03", "/tmp has 1000.0 GB free on xfs")
-    assert two.free_bytes == 9 * 10**11
+    assert (two.where, two.value) == ("gpu01 gpu02", "/tmp has at least 900 GB free on tmpfs, which is memory")
+    assert (other.where, other.value) == ("gpu03", "/tmp has 1,000 GB free on xfs")
+    assert two.number == 900
     assert one(found, "preflight").where == "gpu01 gpu02 gpu03"
+
+
+NODES = [
+    replace(NODE, name=name, network_gb_per_second=20.0, stage_gb_per_second=2.0, runs_gb_per_second=1.0)
+    for name in ("gpu01", "gpu02", "gpu03", "gpu04")
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "slow"),
+    [
+        ([{}, {}], []),
+        ([{}, {"teraflops": (700.0, 600.0)}], [("computing", "gpu02 GPU 1", "600 TFLOP/s on H200, the median is 700")]),
+        ([{}, {"device": "A100", "teraflops": (300.0, 300.0)}], []),
+        ([{}, {"device": "CPU", "teraflops": (0.6,)}, {"device": "CPU", "teraflops": (1.0,)}], []),
+        ([{}, {"network_gb_per_second": 9.0}], [("network", "gpu02", "9 GB/s, the median is 20")]),
+        # The better half is the measure when half is slow.
+        (
+            [{"stage_gb_per_second": 0.3}, {}, {}, {"stage_gb_per_second": 0.4}],
+            [("writes to the stage directory", "gpu01 gpu04", "at least 0.3 GB/s, the median is 2")],
+        ),
+        ([{"runs_gb_per_second": None}, {"runs_gb_per_second": 0.1}], []),
+    ],
+)
+def test_node_that_is_slow_compared_with_the_median_is_named(
+    changes: list[dict[str, Any]], slow: list[tuple[str, str, str]]
+) -> None:
+    found = merge(compare([replace(node, **changed) for node, changed in zip(NODES, changes, strict=False)]))
+    costly = [(one.check, one.where, one.value) for one in found if one.severity is Severity.COST]
+    assert costly == slow
