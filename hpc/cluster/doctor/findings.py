@@ -162,14 +162,14 @@ def _runs_dir(login: LoginNode) -> Finding | None:
         return note(
             f"{value}, below {login.automounted}, where this machine mounts on demand (autofs)",
             "unless the nodes do the same, no run can start",
-            "check with hpc doctor --node; or use --runs-dir with another path to it",
+            "check with hpc doctor --nodes 1; or use --runs-dir with another path to it",
         )
     if login.nodes_see_runs or login.runs_type not in _LOCAL_DISK:
         return ok(value)
     return note(
         value,
         "this looks like a local disk; unless the nodes mount it, no run can start",
-        "check with hpc doctor --node; use --runs-dir on storage that all nodes share",
+        "check with hpc doctor --nodes 1; use --runs-dir on storage that all nodes share",
     )
 
 
@@ -326,15 +326,17 @@ def _preflight(node: NodeInfo) -> Finding | None:
         return costs(node.problem, "no run can train on these nodes", "use --exclude, and tell the administrators")
     if not node.world_size:
         return None
-    ranks = f"{node.world_size} rank{'s' * (node.world_size > 1)} on {node.device}"
+    value = f"{node.world_size} rank{'s' * (node.world_size > 1)} on {node.device}"
+    if node.all_reduce_gb_per_second is not None:
+        value += ", all-reduce {number} GB/s"
     if node.num_gpus and node.device == "CPU":
         return costs(
-            f"{ranks}, with {f'driver {node.driver}' if node.driver else 'no driver of NVIDIA'}",
+            f"{value}; {f'the driver is {node.driver}' if node.driver else 'there is no NVIDIA driver'}",
             "torch found no GPU in a job with GPUs: ranks would train on the CPU",
             "check nvidia-smi on the node, and the CUDA version that torch was built for",
+            number=node.all_reduce_gb_per_second,
         )
-    speed = node.all_reduce_gb_per_second
-    return ok(ranks if speed is None else f"{ranks}, all-reduce {{number}} GB/s", number=speed)
+    return ok(value, number=node.all_reduce_gb_per_second)
 
 
 def _clock(node: NodeInfo) -> Finding | None:

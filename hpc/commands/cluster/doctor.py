@@ -52,7 +52,7 @@ _STYLES = {Severity.COST: "red", Severity.NOTE: "yellow", Severity.UNKNOWN: "dim
 _PIPE_WIDTH, _WHERE_WIDTH = 120, 24
 # The columns of the table of nodes: the checks whose numbers they show, and their headings.
 _COLUMNS = {
-    "computing": "TFLOP/s", "preflight": "all-reduce\nGB/s", "network": "network\nGB/s",
+    "computing": "TFLOP/s", "network": "network\nGB/s",
     "writes to the runs directory": "runs dir\nGB/s", "writes to the stage directory": "stage dir\nGB/s",
     "stage directory": "stage dir\nGB free", str(DEV_SHM): f"{DEV_SHM}\nGB free", "clock": "clock\ns off",
 }  # fmt: skip
@@ -175,12 +175,16 @@ def inspect_login(options: DoctorOptions, nodes: Sequence[NodeInfo] = ()) -> Log
 
 
 def print_nodes(found: Sequence[Finding]) -> None:
-    """Print a table with the measured numbers of each node, with the lowest one if each of its ranks has one."""
+    """Print which devices the ranks used, and the numbers of each node, with the lowest one of its devices."""
     numbers = dict[str, dict[str, float]]()
     for finding in found:
         if finding.number is not None:
             of_node = numbers.setdefault(finding.where.partition(" ")[0], {})
             of_node[finding.check] = min(finding.number, of_node.get(finding.check, finding.number))
+    console = console_for(_PIPE_WIDTH)
+    passed = [finding for finding in found if finding.check == "preflight" and finding.severity is Severity.OK]
+    for finding in merge(passed):
+        console.print(escape(visible(f"{finding.where}: {finding.value}")), "")
     table = Table("node", box=None, pad_edge=False, header_style="bold")
     for heading in _COLUMNS.values():
         table.add_column(heading, justify="right", vertical="bottom")
@@ -188,7 +192,7 @@ def print_nodes(found: Sequence[Finding]) -> None:
         cells = (text_of(of_node[check]) if check in of_node else "-" for check in _COLUMNS)
         table.add_row(escape(visible(name)), *cells)
     if numbers:
-        console_for(_PIPE_WIDTH).print(table, "")
+        console.print(table, "")
 
 
 def print_findings(found: Sequence[Finding], *, debug: bool) -> None:

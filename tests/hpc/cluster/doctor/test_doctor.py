@@ -205,7 +205,7 @@ def test_nodes_of_the_testbed_are_measured_and_the_slow_one_is_named(ordinary_us
     assert severities["stage directory"] == dict.fromkeys(nodes, "note"), "a node of the testbed has its /tmp in memory"
     assert severities["runs directory"] == {"login": "ok", **dict.fromkeys(nodes, "ok")}, "the nodes have seen it"
     assert severities["preflight"] == dict.fromkeys(nodes, "cost")
-    assert severities["network"] == {"gpu02": "ok", "gpu03": "cost", "gpu04": "ok"}, found
+    assert (severities["network"].keys(), severities["network"]["gpu03"]) == (nodes, "cost"), found
     measured = ("computing", "writes to the stage directory", "writes to the runs directory")
     assert all(one["number"] > 0 for one in found if one["check"] in measured)
     assert all(severities[check].keys() == nodes for check in measured)

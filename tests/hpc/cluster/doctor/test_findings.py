@@ -254,7 +254,7 @@ NODE = NodeInfo(
         ("preflight", {"problem": "gpu01 computes wrongly"}, "cost", "computes wrongly"),
         ("preflight", {"world_size": 0}, "unknown", ""),
         ("preflight", {}, "ok", "2 ranks on H200, all-reduce 9.1 GB/s"),
-        ("preflight", {"device": "CPU"}, "cost", "2 ranks on CPU, with no driver of NVIDIA"),
+        ("preflight", {"device": "CPU"}, "cost", "GB/s; there is no NVIDIA driver"),
         ("preflight", {"device": "CPU", "world_size": 1, "num_gpus": 0}, "ok", "1 rank on CPU"),
         ("clock", {}, "ok", "0.002 s"),
         ("clock", {"clock_seconds": -2.5}, "note", "by 2.5 s"),
