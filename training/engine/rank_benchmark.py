@@ -80,10 +80,10 @@ def main() -> int:
     group, report = connect_and_check()
     first = group.rank - group.rank_info.local_rank
     teraflops = group.all_gather_json(_teraflops(group))[first : first + group.rank_info.local_world_size]
-    all_reduce = group.all_gather_json(report.allreduce_gb_per_second)
+    all_reduce = min(filter(None, group.all_gather_json(report.allreduce_gb_per_second)), default=None)
     fields = {
         "world_size": group.world_size, "device": device_name(group.device), "teraflops": teraflops,
-        "network_gb_per_second": _network(group), "all_reduce_gb_per_second": min(filter(None, all_reduce), default=None),
+        "network_gb_per_second": _network(group), "all_reduce_gb_per_second": all_reduce,
     }  # fmt: skip
     if group.rank_info.local_rank == 0:
         print(_PREFIX + json.dumps(fields), flush=True)

@@ -20,25 +20,20 @@ from hpc.base.node_info import NodeInfo
 from hpc.base.text import visible
 from hpc.cluster.doctor.findings import (
     OF_LOGIN,
-    OF_MACHINE,
-    OF_NODE,
-    OF_RUN,
     Finding,
     LoginNode,
-    RunMeasurements,
     Severity,
-    compare,
     costs,
     judge,
     merge,
     note,
     text_of,
 )
+from hpc.cluster.doctor.node_findings import OF_MACHINE, OF_NODE, compare
 from hpc.cluster.doctor.node_job import NodeOptions, probe_nodes
 from hpc.cluster.doctor.slurm_findings import OF_SLURM, ClusterFacts
 from hpc.commands import cli
 from hpc.run.events.history import History
-from hpc.run.events.kinds import DataStaged, NotForked, SnapshotOff
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.slurm import bad_nodes, cluster_config
@@ -89,27 +84,10 @@ def find_run(options: DoctorOptions) -> RunDir | None:
     return next((run for run in runs if History.load(run).save_seconds is not None), None)
 
 
-def measurements_of(run: RunDir) -> RunMeasurements:
-    """Read the measurements of a run from its events."""
-    history = History.load(run)
-    last = history.during(max((event.attempt or 0 for event in history.events), default=0))
-    without, unforked = last.of(SnapshotOff), last.of(NotForked)
-    return RunMeasurements(
-        name=run.name,
-        save_seconds=history.save_seconds,
-        is_script=RunSpec.load(run).train is None,
-        in_place=next((one.in_place for one in last.of(DataStaged) if one.in_place), None),
-        no_snapshots=without[0].reason if without else None,
-        not_forked=unforked[0].detail if unforked else None,
-    )
-
-
 def examine(options: DoctorOptions, run: RunDir | None) -> list[Finding]:
     """Return all findings. Raises UserError if the partition does not exist, or for `--nodes` without Slurm."""
     spec = RunSpec.load(run) if run else None
     stage_dir = options.stage_dir or Path(spec.stage_dir if spec else "/tmp")  # noqa: S108 - submit's default
-    measured = measurements_of(run) if run else None
-    found = judge(OF_RUN, measured, f"run {measured.name}") if measured else []
     if (reason := slurm.why_unavailable()) is not None:
         if options.node is not None:
             raise UserError(f"--nodes measures nodes of a cluster, but there is no Slurm here ({reason}): leave it out")
@@ -119,7 +97,7 @@ def examine(options: DoctorOptions, run: RunDir | None) -> list[Finding]:
             "run hpc doctor on a login node",
         )
         here = node_info.inspect_node(Path(os.path.expandvars(stage_dir)))
-        return [verdict.at("slurm", "login"), *found, *judge(OF_MACHINE, here, here.name)]
+        return [verdict.at("slurm", "login"), *judge(OF_MACHINE, here, here.name)]
     try:
         site = cluster_config.query_cluster(options.resources.partition or (spec.resources.partition if spec else None))
     except UserError:
@@ -130,8 +108,11 @@ def examine(options: DoctorOptions, run: RunDir | None) -> list[Finding]:
             "runs can be neither submitted nor requeued until it answers; those that train continue",
             "wait, or tell the administrators that slurmctld does not answer",
         )
-        return [verdict.at("slurm", "cluster"), *found, *judge(OF_LOGIN, inspect_login(options), "login")]
-    found = [*judge(OF_SLURM, ClusterFacts(cluster=site, run=measured), "cluster"), *found]
+        return [verdict.at("slurm", "cluster"), *judge(OF_LOGIN, inspect_login(options), "login")]
+    facts = ClusterFacts(cluster=site)
+    if run is not None:
+        facts = ClusterFacts(cluster=site, run=run.name, save_seconds=History.load(run).save_seconds)
+    found = judge(OF_SLURM, facts, "cluster")
     if options.node is None:
         return [*found, *judge(OF_LOGIN, inspect_login(options), "login")]
     return [*found, *examine_nodes(options, site.partition["PartitionName"], stage_dir)]

@@ -8,7 +8,7 @@ from support.cluster import mounted_volume
 
 from hpc.base.kernel import driver_version, file_system_type, mounted_type
 from hpc.base.node_info import parse_torch_version
-from hpc.cluster.doctor.findings import nccl_interfaces
+from hpc.cluster.doctor.node_findings import nccl_interfaces
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from test_findings import CONFIG, NODE, PARTITIONS
 
 from hpc.base.files import append_json_line
 from hpc.cluster.doctor.node_job import read_reports, srun_argv
-from hpc.commands.cluster.doctor import DoctorOptions, find_run, measurements_of
+from hpc.commands.cluster.doctor import DoctorOptions, find_run
 from hpc.run.rundir import RunDir
 from hpc.run.spec import Resources
 from hpc.slurm.client import TESTBED_DIRECTORY
@@ -124,16 +124,6 @@ def test_newest_run_that_has_saved_is_the_default(tmp_path: Path) -> None:
     new_run(tmp_path, "newest")
     assert find_run(DoctorOptions(runs_dir=tmp_path)) == saved
     assert find_run(DoctorOptions(runs_dir=tmp_path / "none")) is None
-
-
-def test_measurements_are_of_the_last_attempt(tmp_path: Path) -> None:
-    run = new_run(tmp_path, "r", save_seconds=3.0)
-    for reason in ("no room", None):
-        staged = {"event": "staged", "attempt": 1, "node": "a", "source": "/d", "in_place": reason}
-        append_json_line(run.events / "x.jsonl", {"time": 2.0, **staged})
-    assert measurements_of(run).in_place == "no room", "on one of its nodes"
-    append_json_line(run.events / "x.jsonl", {"time": 9.0, "event": "first_step", "attempt": 2, "step": 1})
-    assert (measurements_of(run).save_seconds, measurements_of(run).in_place) == (3.0, None)
 
 
 def test_srun_requests_the_resources_of_submit() -> None:

@@ -8,18 +8,8 @@ import pytest
 
 from hpc.base.errors import UserError
 from hpc.base.node_info import NodeInfo, TorchBuild
-from hpc.cluster.doctor.findings import (
-    OF_LOGIN,
-    OF_NODE,
-    OF_RUN,
-    Finding,
-    LoginNode,
-    RunMeasurements,
-    Severity,
-    compare,
-    judge,
-    merge,
-)
+from hpc.cluster.doctor.findings import OF_LOGIN, Finding, LoginNode, Severity, judge, merge
+from hpc.cluster.doctor.node_findings import OF_NODE, compare
 from hpc.cluster.doctor.slurm_findings import OF_SLURM, ClusterFacts
 from hpc.slurm.client import parse_config, parse_records
 from hpc.slurm.cluster_config import ClusterConfig, choose_partition, leading_number
@@ -64,10 +54,6 @@ def cluster(config: dict[str, str], partition: dict[str, str], **others: Any) ->
     return ClusterConfig(config={**parse_config(CONFIG), **config}, partition=own, partitions=(own, urgent), **others)
 
 
-def experience(seconds: float | None, **others: Any) -> RunMeasurements:
-    return RunMeasurements(name="r", save_seconds=seconds, **{"is_script": False, **others})
-
-
 def one(found: list[Finding], check: str) -> Finding:
     (finding,) = [finding for finding in found if finding.check == check]
     return finding
@@ -91,8 +77,6 @@ def test_partition_is_the_one_named_or_the_default() -> None:
         choose_partition(None, partitions[1:])
 
 
-MEASURED = experience(12.0)
-SCRIPT = experience(1.0, is_script=True)
 NO_GRACE = {"GraceTime": "0"}
 NOT_PREEMPTED = {"PreemptMode": "OFF"}
 GANG = {"PreemptMode": "GANG,SUSPEND", "SchedulerTimeSlice": "30 sec"}
@@ -107,33 +91,31 @@ TEXTS = {
 
 
 @pytest.mark.parametrize(
-    ("check", "config", "partition", "run", "severity", "words"),
+    ("check", "config", "partition", "save_seconds", "severity", "words"),
     [
         ("preemption", {}, {}, None, "ok", ["10 s to save"]),
-        ("preemption", {}, {}, MEASURED, "cost", ["GraceTime=20", "took 12.0 s", "PartitionName=gpu", "GraceTime=60"]),
-        ("preemption", {}, {"GraceTime": "30"}, MEASURED, "ok", ["20 s to save"]),
-        ("preemption", {}, {"GraceTime": "30"}, experience(100.0), "cost", ["GraceTime=135"]),
+        ("preemption", {}, {}, 12.0, "cost", ["GraceTime=20", "took 12.0 s", "PartitionName=gpu", "GraceTime=60"]),
+        ("preemption", {}, {"GraceTime": "30"}, 12.0, "ok", ["20 s to save"]),
+        ("preemption", {}, {"GraceTime": "30"}, 100.0, "cost", ["GraceTime=135"]),
         ("preemption", {}, NO_GRACE, None, "note", ["15 s to save", "GraceTime=60"]),
-        ("preemption", TEXTS["wait 60"], NO_GRACE, experience(30.0), "cost", ["20 s to save"]),
-        ("preemption", {}, NO_GRACE, experience(5.0), "ok", []),
-        ("preemption", {}, NOT_PREEMPTED, MEASURED, "ok", ["not preempted"]),
-        ("preemption", {"PreemptType": "preempt/none"}, NO_GRACE, MEASURED, "ok", ["not preempted"]),
-        ("preemption", {}, {**NO_GRACE, "PriorityTier": "10"}, MEASURED, "ok", ["not preempted"]),
-        ("preemption", {}, {**NO_GRACE, "PreemptMode": "GANG,SUSPEND"}, MEASURED, "ok", ["not preempted"]),
-        ("preemption", TEXTS["qos"], NO_GRACE, MEASURED, "note", ["sacctmgr show qos"]),
+        ("preemption", TEXTS["wait 60"], NO_GRACE, 30.0, "cost", ["20 s to save"]),
+        ("preemption", {}, NO_GRACE, 5.0, "ok", []),
+        ("preemption", {}, NOT_PREEMPTED, 12.0, "ok", ["not preempted"]),
+        ("preemption", {"PreemptType": "preempt/none"}, NO_GRACE, 12.0, "ok", ["not preempted"]),
+        ("preemption", {}, {**NO_GRACE, "PriorityTier": "10"}, 12.0, "ok", ["not preempted"]),
+        ("preemption", {}, {**NO_GRACE, "PreemptMode": "GANG,SUSPEND"}, 12.0, "ok", ["not preempted"]),
+        ("preemption", TEXTS["qos"], NO_GRACE, 12.0, "note", ["sacctmgr show qos"]),
         ("PreemptMode", {}, {}, None, "ok", ["PreemptMode=REQUEUE"]),
         ("PreemptMode", {}, {"PreemptMode": "CANCEL"}, None, "note", ["partition gpu", "hpc supervise"]),
         ("PreemptMode", {"PreemptType": "preempt/none"}, {"PreemptMode": "CANCEL"}, None, "ok", []),
         ("PreemptMode", {}, {"PreemptMode": "GANG,SUSPEND"}, None, "note", ["stands still", "says suspended"]),
         ("preempt_send_user_signal", {}, {}, None, "note", ["SIGTERM", "SlurmctldParameters="]),
-        ("preempt_send_user_signal", {}, {}, SCRIPT, "note", []),
-        ("preempt_send_user_signal", {}, {}, MEASURED, "ok", ["also saves on SIGTERM"]),
-        ("preempt_send_user_signal", {}, NOT_PREEMPTED, SCRIPT, "ok", []),
-        ("preempt_send_user_signal", TEXTS["signal"], {}, SCRIPT, "ok", []),
+        ("preempt_send_user_signal", {}, NOT_PREEMPTED, None, "ok", []),
+        ("preempt_send_user_signal", TEXTS["signal"], {}, None, "ok", []),
         ("KillWait", {}, {}, None, "note", ["KillWait=15 s", "KillWait=30 in slurm.conf"]),
-        ("KillWait", {}, {}, experience(11.0), "ok", []),
+        ("KillWait", {}, {}, 11.0, "ok", []),
         ("KillWait", TEXTS["wait 60"], {}, None, "ok", []),
-        ("KillWait", TEXTS["wait 60"], {}, experience(17.0), "note", ["20 s to save", "shorter --checkpoint-every"]),
+        ("KillWait", TEXTS["wait 60"], {}, 17.0, "note", ["20 s to save", "shorter --checkpoint-every"]),
         ("SlurmdTimeout", {}, {}, None, "note", ["after 300 s", "after 5 s", "one node", "SlurmdTimeout=60"]),
         ("SlurmdTimeout", {"SlurmdTimeout": "60 sec"}, {}, None, "ok", []),
         ("SlurmdTimeout", {"SlurmdTimeout": "0 sec"}, {}, None, "cost", ["never"]),
@@ -155,10 +137,12 @@ TEXTS = {
     ],
 )  # fmt: skip
 def test_finding_about_slurm(
-    check: str, config: dict[str, str], partition: dict[str, str], run: RunMeasurements | None, severity: str,
+    check: str, config: dict[str, str], partition: dict[str, str], save_seconds: float | None, severity: str,
     words: list[str],
 ) -> None:  # fmt: skip
-    found = judge(OF_SLURM, ClusterFacts(cluster=cluster(config, partition), run=run), "cluster")
+    found = judge(
+        OF_SLURM, ClusterFacts(cluster=cluster(config, partition), run="r", save_seconds=save_seconds), "cluster"
+    )
     finding = one(found, check)
     text = f"{finding.value} {finding.cost} {finding.what_to_do}"
     assert finding.severity == severity, text
@@ -187,14 +171,6 @@ def test_accounting_is_judged_by_sacct() -> None:
 def test_one_job_at_a_time_is_a_note(most: float | None, severity: str) -> None:
     site = ClusterFacts(cluster=cluster({}, {}, max_submit_jobs=most))
     assert one(judge(OF_SLURM, site, "cluster"), "MaxSubmitJobs").severity == severity
-
-
-def test_run_that_read_in_place_and_took_no_snapshots() -> None:
-    run = experience(
-        1.0, in_place="/tmp has room for 5 MB", no_snapshots="/dev/shm has 60 MB free", not_forked="torch 9 asked"
-    )
-    assert [finding.severity for finding in judge(OF_RUN, run, "run r")] == [Severity.COST] * 3
-    assert [finding.severity for finding in judge(OF_RUN, MEASURED, "run r")] == [Severity.OK] * 3
 
 
 CUDA = TorchBuild(version="2.15.0+cu132", accelerator="CUDA 13.2")
