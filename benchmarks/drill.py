@@ -1,4 +1,4 @@
-"""What every kind of failure costs a run, on the real Slurm of the testbed: `make drill`.
+"""What each drill costs a run, on the real Slurm of the testbed: `make drill`.
 
     .venv/bin/python -m benchmarks.drill
 

@@ -81,9 +81,9 @@ def test_nodes_that_do_not_meet_name_who_is_missing(
         meet(node(tmp_path, 0), stack)
 
 
-# Its imports are those of the preflight.
+# Its imports are those of the ranks.
 WHERE = """
-import importlib.util as util, json, sys, training.engine.preflight
+import importlib.util as util, json, sys, training.engine.rank_benchmark
 names = [name for name in ("numpy", "rich", "hpc", "torchrelay") if util.find_spec(name)]
 print("benchmark:", json.dumps([sys.prefix, *names]))
 """
