@@ -133,7 +133,12 @@ def test_version_is_that_of_the_distribution(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("typed", "hint"),
-    [("sumbit", "did you mean submit?"), ("helpp", "did you mean help?"), ("x", "hpc help lists the commands")],
+    [
+        ("sumbit", "did you mean submit?"),
+        ("helpp", "did you mean help?"),
+        ("x", "hpc help lists the commands"),
+        ("smoke", "use hpc doctor --nodes N"),
+    ],
 )
 def test_unknown_command_is_answered_with_the_nearest(typed: str, hint: str, tmp_path: Path) -> None:
     done = type_hpc(tmp_path, typed)
