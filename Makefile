@@ -35,7 +35,7 @@ else
 	@$(BIN)/python -m benchmarks.demo
 endif
 
-# Every kind of failure on one small run, and what each cost. Ends the testbed that is up: it builds its own.
+# Each drill on one small run, and what it cost. Ends the testbed that is up: it builds its own.
 drill: $(READY)
 	@$(call INSTALL,$(PACKAGES))
 	$(BIN)/python -m benchmarks.drill

@@ -1,4 +1,4 @@
-"""What every kind of failure costs a run, on the real Slurm of the testbed: `make drill`.
+"""What each drill costs a run, on the real Slurm of the testbed: `make drill`.
 
     .venv/bin/python -m benchmarks.drill
 
@@ -65,8 +65,7 @@ def row(name: str, interruption: dict[str, Any]) -> dict[str, Any]:
 def drills(run: Path) -> dict[str, list[dict[str, Any]]]:
     """Play all drills, and return what each cost, by its name."""
     found = {name: play(run, kind) for name, kind in (
-        ("worker killed", "worker-kill"), ("worker hung (--hang-timeout 10s)", "hang"), ("disk full", "disk-full"),
-        ("bare SIGTERM", "term"), ("preempted", "preempt"),
+        ("worker killed", "worker-kill"), ("worker hung (--hang-timeout 10s)", "hang"), ("preempted", "preempt"),
     )}  # fmt: skip
     attempts = len(status(run)["attempts"])
     found["node killed, a spare takes over"] = play(run, "node-kill")
@@ -89,8 +88,7 @@ def main() -> None:
         run = submit(Path(directory), "--spares=1")
         found = drills(run)
         after = status(run)
-    unharmed: dict[str, Any] = {"cause": "not interrupted", "seconds": dict.fromkeys(COLUMNS), "steps_lost": 0}
-    print(table([row(name, each) for name, all_of_it in found.items() for each in all_of_it or [unharmed]]))
+    print(table([row(name, each) for name, interruptions in found.items() for each in interruptions]))
     print(f"\n{after['step']} steps, goodput {after['goodput']:.0%}, {len(after['attempts'])} attempts")
 
 

@@ -2,7 +2,6 @@
 
 import importlib
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
@@ -32,8 +31,7 @@ _RUNS = {
 }
 _CLUSTER = {
     "supervise": "watch the queue and restart interrupted runs sooner",
-    "doctor": "find cluster settings that will cost your runs work or time",
-    "smoke": "measure nodes and network, and list what is slow",
+    "doctor": "find cluster settings, and slow nodes, that will cost your runs work or time",
     "drill": "cause a failure in a run and measure the recovery",
     "notify": "send a test message to the recipients of hpc submit --notify",
     "config": "show the default flags and the files that set them",
@@ -50,8 +48,8 @@ PROGRAMS = {
     "pack": ("training.pack", "decode an image folder once, for all later trainings"),
     "profile": ("training.profile", "find the bottleneck of a training"),
     "verify": ("training.verify_resume", "check that an interrupted training ends with the same bits"),
-    "preflight": ("training.engine.preflight", "check that this machine's device computes correctly"),
 }
+_RENAMED = {"smoke": "use hpc doctor --nodes N", "preflight": "use hpc doctor --nodes 1"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,7 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if verb in PROGRAMS:
         return _run_program(verb, arguments[1:])
     if verb not in VERBS:
-        hint = did_you_mean(verb, ["help", *VERBS, *PROGRAMS], "hpc help lists the commands", 1)
+        others = ["help", *VERBS, *PROGRAMS]
+        hint = _RENAMED.get(verb) or did_you_mean(verb, others, "hpc help lists the commands", 1)
         print(f"hpc: there is no command {verb!r}: {hint}", file=sys.stderr)
         return 2
     _import_own_packages()
@@ -106,32 +105,10 @@ def _print_help() -> None:
 
 
 def _run_program(verb: str, arguments: list[str]) -> int:
-    """Run a program of the classifier, and return its exit code. With -P, it imports nothing of the current directory.
-
-    The program replaces this process, except the preflight, which runs in the Python of the user's scripts.
-    """
+    """Replace this process by a program of the classifier. With -P, it imports nothing of the current directory."""
     # The processes of multiprocessing inherit -P: they, too, import modules by name.
-    command, environment = ["-P", "-m", PROGRAMS[verb][0], *arguments], {**os.environ, CALLED: f"hpc {verb}"}
-    if verb == "preflight":
-        return _run_preflight(command, environment)
-    return os.execve(sys.executable, [sys.executable, *command], environment)  # noqa: S606 - no shell
-
-
-def _run_preflight(command: list[str], environment: dict[str, str]) -> int:
-    """Run the preflight in the Python of the user's scripts, if that imports torch."""
-    # The other verbs do not need these.
-    from hpc.base.errors import UserError  # noqa: PLC0415
-    from hpc.run.own_packages import packages_alone  # noqa: PLC0415
-    from hpc.submissions.user_python.user_environment import find_python, resolve  # noqa: PLC0415
-
-    try:
-        _, python = resolve(None, None, (), on_cluster=False, found=find_python())
-    except UserError as error:
-        print(f"hpc preflight: {error}", file=sys.stderr)
-        return error.exit_code
-    with packages_alone() as packages:
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [packages, environment.get("PYTHONPATH")]))
-        return subprocess.run([python or sys.executable, *command], env=environment, check=False).returncode
+    command = [sys.executable, "-P", "-m", PROGRAMS[verb][0], *arguments]
+    return os.execve(sys.executable, command, {**os.environ, CALLED: f"hpc {verb}"})  # noqa: S606 - no shell
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""A node's part in `hpc doctor --node` and `hpc smoke`: inspect the node, and let its ranks check or measure it.
+"""A node's part in `hpc doctor --nodes`: inspect the node, check and measure its ranks, and measure its disks.
 
-Runs on compute nodes, once per node, in its own job: `python -m jobs.node_probe JOB DIRECTORY STAGE_DIR GPUS INTERFACE
-PORT_RANGE PYTHON` prints a `NodeInfo` as JSON. JOB is `doctor` or `smoke`. The login node made DIRECTORY next to the
-runs; for `smoke` it contains the data to stage. INTERFACE and PORT_RANGE may be empty. PYTHON runs the ranks.
+Runs on compute nodes, once per node, in its own job: `python -m jobs.node_probe DIRECTORY STAGE_DIR GPUS INTERFACE
+PORT_RANGE PYTHON` prints a `NodeInfo` as JSON. The login node made DIRECTORY next to the runs. INTERFACE and PORT_RANGE
+may be empty. PYTHON runs the ranks.
 """
 
 import json
@@ -35,24 +35,17 @@ from jobs.control.messages import Directive, NodeStatus
 from jobs.node_attempt import NodeAllocation, find_allocation
 from jobs.ranks.round import environment_of, rank_environment
 from jobs.ranks.torchrun_command import Rendezvous, torchrun_argv, torchrun_environment
-from jobs.staging.copy_progress import CopyProgress, StagingStopped
-from jobs.staging.node_staging import NodeGroup
-from jobs.staging.stager import Stager
 
-DATA = "data"
-"""Name of the data set in DIRECTORY."""
 _CLIENTS = ("squeue", "sinfo", "scontrol", "scancel", "sbatch")
-_PREFLIGHT, _BENCHMARK = "preflight: ", "benchmark: "
+_RESULT = "benchmark: "
 # Long enough for a slow import of torch from shared storage.
 _RANKS_SECONDS = 180
 _TIMED_OUT = 124
 _LONGEST_MESSAGE = 500
 # Slurm starts the tasks of a job within seconds, and files on shared storage show after up to a minute.
 _MEET_SECONDS, _POLL_SECONDS = 90.0, 0.2
-_WRITE_BYTES, _BLOCK_BYTES = 256 * 2**20, 4 * 2**20
-_NVIDIA_SMI_SECONDS = 20
-# A mount that hangs must not hold up the other nodes for ever.
-_STAGE_SECONDS = 60.0
+# All nodes write this much to the shared storage at the same time.
+_WRITE_BYTES, _BLOCK_BYTES, _TRIES = 32 * 2**20, 4 * 2**20, 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,72 +64,51 @@ class Probe:
 
 def main(argv: list[str]) -> int:
     """Probe this node and print the result."""
-    job, directory, stage_dir, num_gpus, interface, port_range, python = argv
+    directory, stage_dir, num_gpus, interface, port_range, python = argv
     probe = Probe(
         run=RunDir(Path(directory)), stage_dir=stage_dir, num_gpus=int(num_gpus),
         network=Network(interface=interface or None, port_range=port_range or None),
         allocation=find_allocation(os.environ), python=python,
     )  # fmt: skip
-    found: dict[str, Any] = {"name": probe.allocation.host, "sees_runs": probe.run.path.is_dir()}
-    with ExitStack() as stack:
-        try:
-            # Keep the facts that were found before an error.
-            for facts in (measure if job == "smoke" else check)(probe, stack):
-                found |= facts
-        except (TorchrelayError, OSError) as error:
-            found["problem"] = str(error)
-    found["problem"] = found.get("problem", "")[:_LONGEST_MESSAGE]
     directory_here = Path(stage_dir)
     with suppress(TorchrelayError):  # inspect_node then reports that it does not exist
         directory_here = stage_dir_on_node(stage_dir, os.environ)
+    fields: dict[str, Any] = {"name": probe.allocation.host}
+    with ExitStack() as stack:
+        try:
+            # Keep the facts that were determined before an error.
+            for facts in examine(probe, directory_here, stack):
+                fields |= facts
+        except (TorchrelayError, OSError) as error:
+            fields["problem"] = str(error)
+    fields["problem"] = fields.get("problem", "")[:_LONGEST_MESSAGE]
     # Short lines, because the output of several nodes arrives mixed, line by line.
-    print(json.dumps(asdict(replace(inspect_node(directory_here), **found)), indent=0), flush=True)
+    print(json.dumps(asdict(replace(inspect_node(directory_here), **fields)), indent=0), flush=True)
     return 0
 
 
-def check(probe: Probe, stack: ExitStack) -> Iterator[dict[str, Any]]:
-    """Check Slurm's commands and the network, and run the preflight on all ranks. Yields fields of `NodeInfo`."""
+def examine(probe: Probe, stage_dir: Path, stack: ExitStack) -> Iterator[dict[str, Any]]:
+    """Check Slurm's commands and the network, measure all ranks and the disks. Yields fields of `NodeInfo`."""
+    sees_runs = probe.run.path.is_dir()
     yield {
         "slurm_error": client_error(),
         "nccl_interfaces": os.environ.get("NCCL_SOCKET_IFNAME", ""),
         "num_gpus": probe.num_gpus,
+        "sees_runs": sees_runs,
     }
-    if not probe.run.path.is_dir():
-        # Without the runs directory, a node can only check itself.
+    if not sees_runs:
+        # Without the runs directory, a node can only examine itself.
         own = stack.enter_context(tempfile.TemporaryDirectory(prefix="torchrelay-doctor-"))
         alone = replace(probe.allocation, node_rank=0, hostnames=(probe.allocation.host,))
         probe = replace(probe, run=RunDir(Path(own)), allocation=alone)
     channel, secret = meet(probe, stack)
-    if probe.allocation.num_nodes > 1:
-        yield {"interface": interface_of(channel.own_address)}
-    line, problem = run_ranks(probe, channel, secret, ["training.engine.preflight"], _PREFLIGHT)
-    yield {"preflight": "" if problem else (line or "passed")[:_LONGEST_MESSAGE], "problem": problem}
-
-
-def measure(probe: Probe, stack: ExitStack) -> Iterator[dict[str, Any]]:
-    """Measure the disk, the clock, the staging of data, and all ranks. Yields fields of `NodeInfo`."""
-    yield {"gpus": gpu_names()}
-    stage_dir = stage_dir_on_node(probe.stage_dir, os.environ)
-    yield {"write_bytes_per_second": write_rate(stage_dir)}
-    channel, secret = meet(probe, stack)
     skew = channel.clock_skew_seconds if isinstance(channel, ControlClient) else 0.0
     yield {"clock_seconds": round(-skew, 3)}
-    yield stage(probe, channel, secret, stage_dir, stack)
-    module = ["training.engine.rank_benchmark", probe.allocation.host]
-    line, problem = run_ranks(probe, channel, secret, module, _BENCHMARK)
-    yield {"ranks": json.loads(line.removeprefix(_BENCHMARK)) if line else None, "problem": problem}
-
-
-def gpu_names() -> tuple[str, ...]:
-    """Return the names of this node's GPUs; empty if nvidia-smi is missing or fails."""
-    if shutil.which("nvidia-smi") is None:
-        return ()
-    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=_NVIDIA_SMI_SECONDS)
-    if done.returncode:
-        print(f"{os.uname().nodename}: {' '.join(done.stdout.split()) or done.stderr.strip()}", file=sys.stderr)
-        return ()
-    return tuple(done.stdout.splitlines())
+    if probe.allocation.num_nodes > 1:
+        yield {"interface": interface_of(channel.own_address)}
+    yield run_ranks(probe, channel, secret)
+    yield {"stage_gb_per_second": write_speed(stage_dir) if stage_dir.is_dir() else None}
+    yield {"runs_gb_per_second": write_speed(probe.run.path) if sees_runs else None}
 
 
 def client_error() -> str:
@@ -192,11 +164,10 @@ def meet(probe: Probe, stack: ExitStack) -> tuple[ControlChannel, str]:
     return client, claimed.secret
 
 
-def run_ranks(probe: Probe, channel: ControlChannel, secret: str, module: list[str], beginning: str) -> tuple[str, str]:
-    """Start this node's ranks as an attempt does, let each run a module with its arguments, and wait for them.
-
-    Returns the first line that starts with `beginning`, and the error. Each is empty if there is none.
-    """
+def run_ranks(
+    probe: Probe, channel: ControlChannel, secret: str, module: str = "training.engine.rank_benchmark"
+) -> dict[str, Any]:
+    """Start this node's ranks as an attempt does, and wait for them. Returns the fields that they print."""
     allocation, network, address = probe.allocation, probe.network, channel.own_address
     rendezvous = Rendezvous(
         run="probe", attempt=1, secret=secret, round=1, num_nodes=allocation.num_nodes, host=channel.directive.host,
@@ -204,7 +175,7 @@ def run_ranks(probe: Probe, channel: ControlChannel, secret: str, module: list[s
     )  # fmt: skip
     environment = environment_of(probe.python)
     environment = rank_environment(environment, allocation, probe.num_gpus, address, 1, network.interface)
-    program = [probe.python, "-u", "-P", "-m", *module]
+    program = [probe.python, "-u", "-P", "-m", module]
     argv = torchrun_argv(rendezvous, probe.num_gpus or 1, address, probe.python, program, max_restarts=0)
     with packages_alone() as packages:
         environment["PYTHONPATH"] = ":".join([packages, *users_pythonpath(os.environ.get("PYTHONPATH", ""))])
@@ -213,66 +184,43 @@ def run_ranks(probe: Probe, channel: ControlChannel, secret: str, module: list[s
             env=torchrun_environment(rendezvous, environment), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             text=True, errors="replace", check=False,
         )  # fmt: skip
-    return summarize(done.stdout, done.returncode, beginning)
+    return result_of(done.stdout, done.returncode)
 
 
-def summarize(output: str, exit_code: int, beginning: str) -> tuple[str, str]:
-    """Return the first line that starts with `beginning`, and the error, in the output of torchrun and its ranks."""
+def result_of(output: str, exit_code: int) -> dict[str, Any]:
+    """Return the fields of the line that begins with `benchmark: `, or `problem`, from the output of torchrun."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     if exit_code == _TIMED_OUT:
-        return "", f"no answer in {_RANKS_SECONDS} s: the nodes do not reach each other, or something hangs"
+        return {"problem": f"no answer in {_RANKS_SECONDS} s: the nodes do not reach each other, or something hangs"}
     if exit_code == 0:
-        return next((line for line in lines if line.startswith(beginning)), ""), ""
+        [result] = [line for line in lines if line.startswith(_RESULT)]
+        fields: dict[str, Any] = json.loads(result.removeprefix(_RESULT))
+        return fields
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     # Ranks that passed the check ended only because another one failed, so their errors come last.
     errors.sort(key=lambda line: "this rank passed the check" in line)
-    return "", (errors or lines[-1:] or ["no output"])[0]
+    return {"problem": (errors or lines[-1:] or ["no output"])[0]}
 
 
-def write_rate(directory: Path) -> float | None:
-    """Write and flush a temporary file, and return the bytes per second; None if the disk has no room for it.
+def write_speed(directory: Path) -> float | None:
+    """Write and flush temporary files, and return the GB/s of the fastest; None if the disk has no room for one.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: a file cannot be written.
     """
-    size = min(_WRITE_BYTES, shutil.disk_usage(directory).free // 4) // _BLOCK_BYTES * _BLOCK_BYTES
-    if not size:
+    if shutil.disk_usage(directory).free < 4 * _WRITE_BYTES:
         return None
     block = os.urandom(_BLOCK_BYTES)  # a disk that compresses must not look faster
-    with tempfile.TemporaryFile(dir=directory) as file:
-        began = time.perf_counter()
-        for _ in range(size // _BLOCK_BYTES):
-            file.write(block)
-        file.flush()
-        os.fsync(file.fileno())
-        return round(size / (time.perf_counter() - began))
-
-
-def stage(probe: Probe, channel: ControlChannel, secret: str, stage_dir: Path, stack: ExitStack) -> dict[str, Any]:
-    """Stage the data as an attempt does, together with the other nodes; the copy is deleted when `stack` is closed.
-
-    Returns a field of `NodeInfo`: the rate, or why staging failed. No error is raised: the ranks are still measured.
-    """
-    group = NodeGroup(probe.allocation, channel, probe.run.path / DATA, secret, probe.network.ports)
-    deadline = time.monotonic() + _STAGE_SECONDS
-
-    def watch(_: CopyProgress | None) -> bool:
-        if group.is_first:
-            group.update()
-        return time.monotonic() > deadline
-
-    # The stager stays open until all ranks have ended: other nodes may still fetch from this one.
-    stager = stack.enter_context(
-        Stager(stage_dir, group=group, watch=watch, keep_seconds=0, timeout_seconds=_STAGE_SECONDS)
-    )
-    try:
-        staged = stager.stage(probe.run.path / DATA)
-    except (TorchrelayError, OSError, StagingStopped) as error:
-        group.withdraw()
-        return {"staging_problem": str(error) or f"it took more than {_STAGE_SECONDS:.0f} s"}
-    if staged.in_place:
-        return {"staging_problem": staged.in_place}
-    return {"staged_bytes_per_second": round((staged.bytes_from_source + staged.bytes_from_peers) / staged.seconds)}
+    seconds = []
+    for _ in range(_TRIES):
+        with tempfile.TemporaryFile(dir=directory) as file:
+            began = time.perf_counter()
+            for _ in range(_WRITE_BYTES // _BLOCK_BYTES):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+            seconds.append(time.perf_counter() - began)
+    return round(_WRITE_BYTES / min(seconds) / 1e9, 4)
 
 
 if __name__ == "__main__":

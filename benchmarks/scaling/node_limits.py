@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from hpc.cluster.testbed.layout import TestbedNode
-from hpc.cluster.testbed.lifecycle import PATHS
+from hpc.cluster.testbed.layout import TestbedNode, node_net
 from hpc.cluster.testbed.nodes import inside, processes
 from hpc.cluster.testbed.system import run, succeeds, wait_until
 
@@ -36,7 +35,7 @@ class CpuQuotas:
             group = (_V1 if self._is_v1 else _V2) / f"torchrelay-scaling-{os.getpid()}-{node.name}"
             group.mkdir()
             self._groups.append(group)
-            for pid in processes(PATHS.node_net(node.name)):
+            for pid in processes(node_net(node.name)):
                 (group / "cgroup.procs").write_text(str(pid))
 
     def set(self, share: float | None) -> None:
@@ -71,7 +70,7 @@ def _is_empty(group: Path) -> bool:
 def shape_links(nodes: Sequence[TestbedNode], rate: str | None) -> None:
     """Limit what each node sends; None: nothing but the CPU limits it."""
     for node in nodes:
-        tc = (*inside(PATHS.node_net(node.name)), "tc", "qdisc")
+        tc = (*inside(node_net(node.name)), "tc", "qdisc")
         if rate is None:
             # There may be none.
             succeeds(*tc, "delete", "dev", "eth0", "root")

@@ -10,10 +10,7 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict, get_type_hin
 import msgspec
 
 from hpc.base import program
-from hpc.base.node_info import AllReduceSpeed, NodeInfo, PairSpeed, RankSpeed
 from hpc.cluster.doctor.findings import Finding
-from hpc.cluster.smoke.judgement import Change, Slowness
-from hpc.cluster.smoke.measurements import KEPT
 from hpc.cluster.testbed.lifecycle import TestbedStatus
 from hpc.commands.cluster.drill import Kind
 from hpc.commands.runs.clean import Holding, PackageCopies
@@ -135,24 +132,6 @@ class SupervisedRun(TypedDict):
     reason: str
     job_id: str | None
     problem: str | None
-
-
-SmokeNode = TypedDict("SmokeNode", described(NodeInfo, KEPT))
-
-
-class Smoke(TypedDict):
-    """The measurements. GB/s are 10^9 bytes per second. The file lacks `slow`, `changes` and `files`."""
-
-    time: float
-    partition: str
-    asked_nodes: int
-    nodes: list[SmokeNode]
-    ranks: list[RankSpeed]
-    all_reduce: list[AllReduceSpeed]
-    pairs: list[PairSpeed]
-    slow: list[Slowness]
-    changes: list[Change]
-    files: list[str]
 
 
 class Report(TypedDict):
@@ -311,7 +290,6 @@ DOCUMENTS: dict[str, Any] = {
     "logs": list[RankLine | AgentLine | StackGroup],
     "supervise": list[SupervisedRun],
     "doctor": list[Finding],
-    "smoke": Smoke,
     "report": Report,
     "drill": Drill,
     "config": Config,

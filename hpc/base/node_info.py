@@ -1,23 +1,20 @@
-"""A machine, its ranks and its network, as `hpc doctor` and `hpc smoke` see them. Runs everywhere.
+"""A machine, its ranks and its network, as `hpc doctor` sees them. Runs everywhere.
 
 `jobs.node_probe` inspects the nodes in a job, and `training.engine.rank_benchmark` measures the ranks.
-`hpc.cluster.doctor.findings` and `hpc.cluster.smoke.judgement` judge the results. GB/s are 10^9 bytes per second.
+`hpc.cluster.doctor` judges the results. GB/s are 10^9 bytes per second.
 """
 
 import os
-import platform
 import re
 import resource
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hpc.base.files import DEV_SHM
 from hpc.base.kernel import driver_version, file_system_type, interface_addresses
 
-_INFINIBAND, _CPU_INFO = Path("/sys/class/infiniband"), Path("/proc/cpuinfo")
+_INFINIBAND = Path("/sys/class/infiniband")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +22,6 @@ class NodeInfo:
     """Facts about one machine. A field has its default outside a job, or if the probe has not determined it."""
 
     name: str
-    cpu: str
-    """Model of the processor."""
-    cpus: int
-    """Number of the machine's CPUs, which may be more than the job's."""
-    memory_bytes: int
-    kernel: str
     driver: str | None
     """Version of NVIDIA's driver; None if none is loaded."""
     stage_dir: str
@@ -45,8 +36,6 @@ class NodeInfo:
     interfaces: tuple[str, ...] = ()
     """Network interfaces with an IPv4 address, in the kernel's order."""
 
-    gpus: tuple[str, ...] = ()
-    """Models of the GPUs that the driver lists for the job."""
     num_gpus: int = 0
     """Number of GPUs per node that the job requested."""
     sees_runs: bool = False
@@ -57,32 +46,32 @@ class NodeInfo:
     """Network interface to the other nodes of the job; None in a job of one node."""
     nccl_interfaces: str = ""
     """Value of NCCL_SOCKET_IFNAME; empty if the variable is not set."""
-    preflight: str = ""
-    """Result of the preflight; empty if it did not pass."""
     problem: str = ""
-    """Error that prevented checking or measuring this node's ranks; empty if there was none."""
+    """Error that prevented checking or measuring this node; empty if there was none."""
 
-    write_bytes_per_second: float | None = None
-    """Speed of writing to the stage directory, with fsync; None if it has no room."""
-    staged_bytes_per_second: float | None = None
-    """Speed of staging to the stage directory, as in a run, on all nodes at once; None if nothing was staged."""
-    staging_problem: str = ""
-    """Reason why nothing was staged; empty if it was."""
     clock_seconds: float | None = None
     """This node's clock minus the first node's; None if they did not meet."""
-    ranks: Mapping[str, Any] | None = None
-    """Measurements of the ranks, on the first node (training.engine.rank_benchmark); None on the others."""
+    stage_gb_per_second: float | None = None
+    """Speed of writing to the stage directory, with fsync; None if it has no room."""
+    runs_gb_per_second: float | None = None
+    """Speed of writing to the runs directory, with fsync, on all nodes at once."""
+
+    world_size: int = 0
+    """Number of ranks of all nodes together; 0 if they did not pass the preflight."""
+    device: str = ""
+    """Model of this node's GPUs, or `CPU`."""
+    teraflops: tuple[float, ...] = ()
+    """Speed of a matrix product on each of this node's devices, while all others compute too."""
+    network_gb_per_second: float | None = None
+    """Bandwidth to the one of two other nodes that was faster; None in a job of one node."""
+    all_reduce_gb_per_second: float | None = None
+    """Bus bandwidth of an all-reduce of all ranks, as nccl-tests defines it; None with a single rank."""
 
 
 def inspect_node(stage_dir: Path) -> NodeInfo:
     """Inspect this machine, and the free space and file system of `stage_dir`."""
-    model = re.search(r"^(?:model name|Model|cpu model)\s*:\s*(.+)$", _CPU_INFO.read_text(), re.MULTILINE)
     return NodeInfo(
         name=os.uname().nodename.partition(".")[0],
-        cpu=model[1] if model else platform.machine(),
-        cpus=os.cpu_count() or 1,
-        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        kernel=platform.release(),
         driver=driver_version(),
         stage_dir=str(stage_dir),
         stage_type=file_system_type(stage_dir),
@@ -93,66 +82,11 @@ def inspect_node(stage_dir: Path) -> NodeInfo:
     )
 
 
-def node_from_json(fields: Mapping[str, Any]) -> NodeInfo:
-    """Return a NodeInfo from its JSON object, which may lack fields with a default. Raises TypeError if invalid."""
-    return NodeInfo(**{**fields, **{name: tuple(fields.get(name, ())) for name in ("gpus", "interfaces")}})
-
-
 def _free_bytes(directory: Path) -> int | None:
     try:
         return shutil.disk_usage(directory).free
     except OSError:
         return None
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankSpeed:
-    """The speed of one rank's device, while all others compute too."""
-
-    rank: int
-    local_rank: int
-    node: str
-    device: str
-    teraflops: float
-    """Speed of a matrix product, in float32 on a CPU, in bfloat16 on a GPU."""
-    host_to_device_gb_per_second: float | None
-    """Speed of a copy from pinned memory; None if the rank has no GPU."""
-
-    @property
-    def where(self) -> str:
-        """The node and, if the rank has a GPU, the GPU: `gpu01 GPU 3`."""
-        return self.node if self.device == "CPU" else f"{self.node} GPU {self.local_rank}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class AllReduceSpeed:
-    """The speed of an all-reduce of all ranks, for one size of message."""
-
-    message_bytes: int
-    seconds: float
-    gb_per_second: float
-    """Bus bandwidth as nccl-tests defines it: 2 (n - 1) / n x bytes / time."""
-
-    @property
-    def where(self) -> str:
-        """The operation and its message size: `all-reduce of 1,024 bytes`."""
-        return f"all-reduce of {self.message_bytes:,} bytes"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PairSpeed:
-    """The connection of the first ranks of two nodes, there and back, while other pairs do the same."""
-
-    nodes: tuple[str, str]
-    latency_seconds: float
-    """Half of a round trip of 4 bytes."""
-    gb_per_second: float
-    """Bandwidth in one direction."""
-
-    @property
-    def where(self) -> str:
-        """The names of both nodes: `gpu01 - gpu02`."""
-        return " - ".join(self.nodes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,15 +1,13 @@
 """Causes the failures of a drill on one compute node. Runs on compute nodes.
 
-`python -m hpc.cluster.drill_faults RUN_DIR kill|stop|full RANK` acts on one rank; `RUN_DIR kill-all` acts on the agent
+`python -m hpc.cluster.drill_faults RUN_DIR kill|stop RANK` acts on one rank; `RUN_DIR kill-all` acts on the agent
 and its descendants. Both print the ids of these processes; an empty line means that this node has none.
 """
 
 import json
 import os
-import resource
 import signal
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,9 +15,6 @@ from hpc.base.kernel import children
 from hpc.run.nodedir import node_dirs
 
 _SIGNALS = {"kill": signal.SIGKILL, "kill-all": signal.SIGKILL, "stop": signal.SIGSTOP}
-_FULL_SECONDS = 10.0
-# Largest file that a process may write while the disk seems full: larger than a heartbeat, smaller than any model.
-_FULL_BYTES = 64 * 1024
 
 
 def main(argv: list[str]) -> int:
@@ -28,10 +23,7 @@ def main(argv: list[str]) -> int:
     pids = agent_tree(Path(run)) if action == "kill-all" else rank_pids(Path(run), int(ranks[0]))
     for pid in pids:
         with suppress(ProcessLookupError):
-            if action == "full":
-                _full(pid)
-            else:
-                os.kill(pid, _SIGNALS[action])
+            os.kill(pid, _SIGNALS[action])
     print(*pids)
     return 0
 
@@ -60,16 +52,6 @@ def agent_tree(run: Path) -> list[int]:
     for pid in tree:  # the loop extends this list, and so also visits the children
         tree += [child for child in children(pid) if child not in tree]
     return tree
-
-
-def _full(pid: int) -> None:
-    """Make a process fail to write files above 64 KiB for 10 s, as on a full disk."""
-    limits = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-    resource.prlimit(pid, resource.RLIMIT_FSIZE, (_FULL_BYTES, limits[1]))
-    try:
-        time.sleep(_FULL_SECONDS)
-    finally:
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The whole configuration of a cluster, for `hpc doctor` and `hpc smoke`. Runs on the login node."""
+"""The whole configuration of a cluster, for `hpc doctor`. Runs on the login node."""
 
 import getpass
 import re

@@ -198,7 +198,7 @@ def runs_dir_warnings(runs_dir: Path, *, on_cluster: bool) -> list[str]:
     if on_cluster and point is not None and not has_been_seen_by_nodes(real):
         found.append(
             f"--runs-dir {real} is below {point}, where this machine mounts on demand (autofs): unless the nodes do "
-            f"the same, no run starts; check with hpc doctor --node --runs-dir {real}, or use another path to it"
+            f"the same, no run starts; check with hpc doctor --nodes 1 --runs-dir {real}, or use another path to it"
         )
     return found
 

@@ -53,7 +53,7 @@ def test_help_names_the_version_and_ends_with_an_example(tmp_path: Path) -> None
 
 
 # All verbs start alike, and so do all programs. That one imports torch, which takes a while.
-@pytest.mark.parametrize("verb", ["report", "train", "pack", pytest.param("preflight", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("verb", ["report", "train", "pack"])
 def test_help_is_answered_beside_packages_of_the_same_names(verb: str, beside_other_packages: Path) -> None:
     done = type_hpc(beside_other_packages, verb, "--help")
     assert (done.returncode, done.stderr) == (0, "")
@@ -133,7 +133,12 @@ def test_version_is_that_of_the_distribution(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("typed", "hint"),
-    [("sumbit", "did you mean submit?"), ("helpp", "did you mean help?"), ("x", "hpc help lists the commands")],
+    [
+        ("sumbit", "did you mean submit?"),
+        ("helpp", "did you mean help?"),
+        ("x", "hpc help lists the commands"),
+        ("smoke", "use hpc doctor --nodes N"),
+    ],
 )
 def test_unknown_command_is_answered_with_the_nearest(typed: str, hint: str, tmp_path: Path) -> None:
     done = type_hpc(tmp_path, typed)

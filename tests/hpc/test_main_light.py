@@ -53,7 +53,7 @@ def test_what_needs_the_classifier_says_what_to_install_and_how_to_submit_a_scri
     assert [path.name for path in tmp_path.iterdir()] == ["model.pt2"], "nothing was made"
 
 
-@pytest.mark.parametrize("module", [*(module for module, _ in PROGRAMS.values()), "training.engine.rank_benchmark"])
+@pytest.mark.parametrize("module", [*(module for module, _ in PROGRAMS.values()), "training.engine.preflight"])
 def test_program_of_the_classifier_says_what_to_install(module: str, light: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [light / "bin/python", "-m", module, "--help"], cwd=tmp_path, capture_output=True, text=True, check=False
@@ -96,15 +96,6 @@ def test_script_has_the_active_environment_or_else_the_python3_on_the_path(
         f"no environment is active, and python3 is {light}/bin/python3, which does not import torch" in refused.stderr
     )
     assert "install torch there, or activate the environment of your script\n" in refused.stderr
-
-
-def test_preflight_runs_in_the_environment_of_the_script(light: Path, own: Path, tmp_path: Path) -> None:
-    active = {"VIRTUAL_ENV": str(own)}
-    checked = type_hpc(light, tmp_path, "preflight", **active)
-    assert (checked.returncode, checked.stdout[:18]) == (0, "preflight: 1 rank "), checked.stderr
-    refused = type_hpc(light, tmp_path, "preflight", PATH=f"{light}/bin:{os.environ['PATH']}")
-    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1), refused.stderr
-    assert "--python" not in refused.stderr
 
 
 def test_completion_lacks_the_programs_of_the_classifier(light: Path, tmp_path: Path) -> None:

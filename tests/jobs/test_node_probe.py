@@ -1,4 +1,4 @@
-"""A node's report in `hpc doctor --node` and `hpc smoke`."""
+"""A node's report in `hpc doctor --nodes`."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,34 +15,36 @@ from hpc.run.spec import Network
 from jobs import node_probe
 from jobs.control.channel import ControlServer
 from jobs.node_attempt import NodeAllocation
-from jobs.node_probe import Probe, meet, run_ranks, summarize, write_rate
+from jobs.node_probe import Probe, meet, result_of, run_ranks, write_speed
 
 
 def test_speed_of_a_disk_leaves_nothing_on_it(tmp_path: Path) -> None:
-    rate = write_rate(tmp_path)
-    assert rate is not None
-    assert rate > 0
+    speed = write_speed(tmp_path)
+    assert speed is not None
+    assert speed > 0
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("output", "exit_code", "line", "problem"),
+    ("output", "exit_code", "fields"),
     [
-        ("preflight: 2 ranks on GPU, 0.1 s\n", 0, "preflight: 2 ranks on GPU, 0.1 s", ""),
-        ("", 0, "", ""),
+        ('a warning\nbenchmark: {"device": "CPU"}\n', 0, {"device": "CPU"}),
         (
             "error: this rank passed the check, but x\nerror: rank 1 computes wrongly\nnoise\n",
             1,
-            "",
-            "rank 1 computes wrongly",
+            {"problem": "rank 1 computes wrongly"},
         ),
-        ("Traceback\nRuntimeError: no route\n\n", 1, "", "RuntimeError: no route"),
-        ("", 1, "", "no output"),
-        ("waiting\n", 124, "", "no answer in 180 s: the nodes do not reach each other, or something hangs"),
+        ("Traceback\nRuntimeError: no route\n\n", 1, {"problem": "RuntimeError: no route"}),
+        ("", 1, {"problem": "no output"}),
+        (
+            "waiting\n",
+            124,
+            {"problem": "no answer in 180 s: the nodes do not reach each other, or something hangs"},
+        ),
     ],
 )
-def test_summary_of_what_ranks_printed(output: str, exit_code: int, line: str, problem: str) -> None:
-    assert summarize(output, exit_code, "preflight: ") == (line, problem)
+def test_result_of_what_ranks_printed(output: str, exit_code: int, fields: dict[str, str]) -> None:
+    assert result_of(output, exit_code) == fields
 
 
 @pytest.fixture
@@ -79,10 +81,11 @@ def test_nodes_that_do_not_meet_name_who_is_missing(
         meet(node(tmp_path, 0), stack)
 
 
-# Its imports are those of the preflight.
+# Its imports are those of the ranks.
 WHERE = """
-import importlib.util as util, sys, training.engine.preflight
-print("where:", sys.prefix, *(name for name in ("numpy", "rich", "hpc", "torchrelay") if util.find_spec(name)))
+import importlib.util as util, json, sys, training.engine.rank_benchmark
+names = [name for name in ("numpy", "rich", "hpc", "torchrelay") if util.find_spec(name)]
+print("benchmark:", json.dumps([sys.prefix, *names]))
 """
 
 
@@ -96,4 +99,4 @@ def test_ranks_run_in_the_python_of_the_script_with_nothing_but_our_packages(
     alone = replace(probe.allocation, hostnames=("localhost",))
     probe = replace(probe, allocation=alone, python=f"{environment}/bin/python")
     channel, secret = meet(probe, stack)
-    assert run_ranks(probe, channel, secret, ["where"], "where:") == (f"where: {environment} hpc torchrelay", "")
+    assert run_ranks(probe, channel, secret, "where") == [str(environment), "hpc", "torchrelay"]

@@ -42,7 +42,7 @@ def test_missing_interface_is_named(site: Site) -> None:
 
 
 def test_doctor_finds_the_interface_that_works(site: Site) -> None:
-    found = json.loads(site.hpc("doctor", "--node", "--nodes=2", *NETWORK, "--json").stdout)
-    values = {one["check"]: one["value"] for one in found if one["where"] in {"gpu01", "gpu01 gpu02"}}
+    found = json.loads(site.hpc("doctor", "--nodes=2", *NETWORK, "--json").stdout)
+    values = {one["check"]: one["value"] for one in found if one["where"] == "gpu01"}
     assert values["network interface"] == "lo eth0 eth1 eth2; eth0 leads to the other nodes"
-    assert values["preflight"].startswith("preflight: 2 ranks on CPU, all-reduce")
+    assert values["preflight"].startswith("2 ranks on CPU, ")

@@ -40,5 +40,5 @@ def test_gpus_of_a_type_none_and_what_sbatch_is_told_to_request(site: Site) -> N
 
 
 def test_doctor_runs_on_nodes_of_several_types(site: Site) -> None:
-    done = site.hpc("doctor", "--node", "--nodes=1", "--gpus-per-node=h100:1", "--json")
+    done = site.hpc("doctor", "--nodes=1", "--gpus-per-node=h100:1", "--json")
     assert "gpu03" in {one["where"] for one in json.loads(done.stdout)}

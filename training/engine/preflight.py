@@ -29,11 +29,6 @@ from training.runtime.rank_device import device_name, device_of_the_node
 from training.runtime.run_context import rank_info_from
 from training.runtime.software import versions
 
-_HELP = """usage: hpc preflight
-
-Check that this machine's device computes correctly. To check all GPUs of a machine, and that they communicate:
-
-  torchrun --nproc-per-node 4 -m training.engine.preflight"""
 _REPEATS = 3
 # At these sizes, bandwidth matters more than latency, and an all-reduce takes a fraction of a second.
 _MEGABYTES = {"cpu": 2, "cuda": 64}
@@ -213,9 +208,6 @@ def connect_and_check() -> tuple[ProcessGroup, PreflightReport]:
 
 def main(run_dir: str = "", attempt: str = "1") -> int:
     """Run the preflight, print its result, and record it in the run if `run_dir` is given."""
-    if run_dir in {"-h", "--help"}:
-        print(_HELP)
-        return 0
     group, report = connect_and_check()
     if group.is_rank_zero:
         speed = report.allreduce_gb_per_second

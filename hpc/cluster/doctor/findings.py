@@ -1,25 +1,16 @@
-"""Judges runs, the login node and compute nodes for `hpc doctor`, by tables of checks. Pure; runs on the login node."""
+"""The findings of `hpc doctor`, and its checks of the login node. Pure; runs on the login node."""
 
-import resource
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from hpc.base.files import DEV_SHM
-from hpc.base.kernel import NETWORK_BACKED, RAM_BACKED
-from hpc.base.node_info import NodeInfo, TorchBuild
-from hpc.status.warnings import ASK_NO_GPUS
+from hpc.base.kernel import RAM_BACKED
+from hpc.base.node_info import TorchBuild
 from hpc.submissions.runs_storage import LOST, Feature
 
-_MIN_STAGE_BYTES = 10 * 10**9
-_MIN_MEMORY_BYTES = 10**9
-_MIN_LOCKED_BYTES = 10**9
 _LOCAL_DISK = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay"})
-# Prefixes of virtual interfaces, which do not lead to other nodes. By default, NCCL skips `lo` and `docker` interfaces.
-_VIRTUAL = ("lo", "docker", "virbr", "veth", "br-", "cni", "podman", "flannel", "cali")
-
 Facts = TypeVar("Facts")
 
 
@@ -46,8 +37,8 @@ class Finding:
     check: str = ""
     where: str = ""
     """`cluster`, `login`, a run, or the names of nodes."""
-    free_bytes: int | None = None
-    """The free space, at the place with the least of it. None if the finding is not about space."""
+    number: float | None = None
+    """The measured number in GB, GB/s, TFLOP/s or seconds; of several places, the lowest. None if there is none."""
 
     def at(self, check: str, where: str) -> "Finding":
         """Return a copy of the finding with the name of its check and its place."""
@@ -69,39 +60,28 @@ def judge(checks: Mapping[str, Check[Facts]], facts: Facts, where: str) -> list[
 
 
 def merge(findings: Iterable[Finding]) -> list[Finding]:
-    """Join findings that differ only in their places and their free space into one finding for all places."""
+    """Join findings that differ only in their places and numbers into one for all places. Write numbers into values."""
     alike = dict[Finding, list[Finding]]()
     for finding in findings:
-        alike.setdefault(replace(finding, where="", free_bytes=None), []).append(finding)
-    return [
-        _with_least_space(replace(group[0], where=" ".join(one.where for one in group)), group)
-        for group in alike.values()
-    ]
+        alike.setdefault(replace(finding, where="", number=None), []).append(finding)
+    return [_joined(group) for group in alike.values()]
 
 
-def _with_least_space(joined: Finding, group: Sequence[Finding]) -> Finding:
-    """Replace {free} in the value of the joined finding by the least free space of the group."""
-    free = [one.free_bytes for one in group if one.free_bytes is not None]
-    if not free:
-        return joined
-    several = "at least " if len(set(map(_gigabytes, free))) > 1 else ""
-    return replace(joined, value=joined.value.replace("{free}", several + _gigabytes(min(free))), free_bytes=min(free))
+def _joined(group: Sequence[Finding]) -> Finding:
+    numbers = [finding.number for finding in group if finding.number is not None]
+    text = "at least " if len(set(map(text_of, numbers))) > 1 else ""
+    least = min(numbers, default=None)
+    return replace(
+        group[0],
+        where=" ".join(finding.where for finding in group),
+        number=least,
+        value=group[0].value if least is None else group[0].value.replace("{number}", text + text_of(least)),
+    )
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunMeasurements:
-    """Measurements of a run, from its events."""
-
-    name: str
-    save_seconds: float | None
-    """Seconds that the longest save took. None before the first save."""
-    is_script: bool
-    in_place: str | None = None
-    """Reason why the last attempt did not stage its data. None if it did, or has no data."""
-    no_snapshots: str | None = None
-    """Reason why the last attempt took no snapshots. None if it took them."""
-    not_forked: str | None = None
-    """Reason why the ranks of the last attempt did not start as forks of torchrun. None if they did."""
+def text_of(number: float) -> str:
+    """Return a measured number with three digits."""
+    return f"{number:.3g}" if number < 1000 else f"{number:,.0f}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,16 +105,6 @@ class LoginNode:
     """The nodes that have recently failed the user's runs, with the reason."""
 
 
-def _costs_if(field: str, cost: str, what_to_do: str, *, otherwise: str) -> Check[Any]:
-    """Return a check of a field that names a problem. If the field is empty or None, the finding is OK."""
-
-    def check(facts: Any) -> Finding:
-        seen = getattr(facts, field)
-        return costs(seen, cost, what_to_do) if seen else ok(otherwise)
-
-    return check
-
-
 def _runs_dir(login: LoginNode) -> Finding | None:
     if login.runs_type is None:
         return None
@@ -152,14 +122,14 @@ def _runs_dir(login: LoginNode) -> Finding | None:
         return note(
             f"{value}, below {login.automounted}, where this machine mounts on demand (autofs)",
             "unless the nodes do the same, no run can start",
-            "check with hpc doctor --node; or use --runs-dir with another path to it",
+            "check with hpc doctor --nodes 1; or use --runs-dir with another path to it",
         )
     if login.nodes_see_runs or login.runs_type not in _LOCAL_DISK:
         return ok(value)
     return note(
         value,
         "this looks like a local disk; unless the nodes mount it, no run can start",
-        "check with hpc doctor --node; use --runs-dir on storage that all nodes share",
+        "check with hpc doctor --nodes 1; use --runs-dir on storage that all nodes share",
     )
 
 
@@ -187,159 +157,4 @@ def _bad_nodes(login: LoginNode) -> Finding:
     )
 
 
-def _locked_memory(node: NodeInfo) -> Finding:
-    limit = node.locked_bytes
-    if limit is None:
-        return ok("there is no InfiniBand")
-    if limit == resource.RLIM_INFINITY or limit >= _MIN_LOCKED_BYTES:
-        return ok("InfiniBand can use the memory of ranks")
-    return costs(
-        f"a process may lock {limit // 1024} KiB of memory",
-        "InfiniBand cannot use the memory of ranks, which crash with `Cannot allocate memory`",
-        "type ulimit -l unlimited before hpc submit if jobs inherit its limits; or have LimitMEMLOCK= of slurmd raised",
-    )
-
-
 OF_LOGIN: Mapping[str, Check[LoginNode]] = {"runs directory": _runs_dir, "torch": _torch, "nodes": _bad_nodes}
-OF_RUN: Mapping[str, Check[RunMeasurements]] = {
-    "staging": _costs_if(
-        "in_place",
-        "every epoch reads the data from shared storage",
-        "submit with --stage-dir and a directory on a larger disk of the nodes",
-        otherwise="the data were staged, or the run has none",
-    ),
-    "snapshots": _costs_if(
-        "no_snapshots",
-        "a crash or a lost node costs all steps since the last checkpoint, instead of about a second",
-        "submit with more --mem, or ask for a larger /dev/shm; otherwise use a shorter --checkpoint-every",
-        otherwise="snapshots are taken",
-    ),
-    "start": _costs_if(
-        "not_forked",
-        "each rank imports torch itself whenever it starts, which takes seconds",
-        ASK_NO_GPUS,
-        otherwise="ranks start as forks of torchrun",
-    ),
-}
-
-
-def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:.1f} GB"
-
-
-def _stage(node: NodeInfo) -> Finding:
-    directory, free = node.stage_dir, node.stage_free_bytes
-    if free is None:
-        return costs(f"{directory} does not exist", "no run can stage its data or start", "use another --stage-dir")
-    value = f"{directory} has {{free}} free on {node.stage_type or 'an unknown file system'}"
-    if node.stage_type in RAM_BACKED:
-        found = note(
-            f"{value}, which is memory",
-            "the staged data count as memory of the job and may exceed its limit",
-            "add the size of the data set to --mem, or use --stage-dir with a directory on the nodes' disks",
-        )
-    elif node.stage_type in NETWORK_BACKED:
-        found = note(
-            f"{value}, which is on other machines",
-            "every node copies the data to it, but still reads the copy over the network",
-            "use --stage-dir with a directory on the nodes' own disks; '$NAME' is a variable of the job on the node",
-        )
-    elif free >= _MIN_STAGE_BYTES:
-        found = ok(value)
-    else:
-        found = note(
-            value,
-            "larger data sets are not staged: every epoch reads them from shared storage",
-            "use --stage-dir with a directory on a larger disk of the nodes",
-        )
-    return replace(found, free_bytes=free)
-
-
-def _memory(node: NodeInfo) -> Finding:
-    free = node.shm_free_bytes
-    value = f"{DEV_SHM} does not exist" if free is None else f"{DEV_SHM} has {{free}} free"
-    if free is not None and free >= _MIN_MEMORY_BYTES:
-        return ok(value, free_bytes=free)
-    return costs(
-        value,
-        "loader workers crash with a bus error when it is full; without space for snapshots (three times a checkpoint) "
-        "a crash costs all steps since the last checkpoint",
-        f"ask the administrators for `mount -o remount,size=50% {DEV_SHM}` on the nodes (containers: --shm-size)",
-        free_bytes=free,
-    )
-
-
-def _interfaces(node: NodeInfo) -> Finding:
-    physical = [name for name in node.interfaces if not name.startswith(_VIRTUAL)]
-    value = " ".join(node.interfaces) or "none"
-    route, setting = node.interface, node.nccl_interfaces
-    if not physical:
-        return costs(value, "no interface leads to other nodes: only runs on one node work", "ask the administrators")
-    used = nccl_interfaces(node.interfaces, setting)
-    if not used:
-        return costs(
-            f"NCCL_SOCKET_IFNAME={setting} matches none of the interfaces {value}",
-            "NCCL finds no interface: no run on GPUs of several nodes starts",
-            "unset NCCL_SOCKET_IFNAME before hpc submit",
-        )
-    # An InfiniBand interface is accepted, even if the host names resolve to addresses of another interface.
-    if route is None or used[0] == route or used[0].startswith("ib"):
-        return ok(value if route is None else f"{value}; {route} leads to the other nodes")
-    return note(
-        f"{value}; {route} leads to the other nodes, but NCCL tries {used[0]} first",
-        f"if {used[0]} does not lead to the other nodes, ranks on GPUs hang",
-        f"run export NCCL_SOCKET_IFNAME=={route} before hpc submit; jobs inherit it",
-    )
-
-
-def nccl_interfaces(interfaces: tuple[str, ...], setting: str) -> list[str]:
-    """Return the interfaces that NCCL uses, in the order in which NCCL tries them.
-
-    `interfaces` are the interfaces with an address, in the kernel's order. `setting` is NCCL_SOCKET_IFNAME: name
-    prefixes, separated by commas. A leading `^` excludes the matching interfaces. `=` or `^=` means whole names.
-    Source: NVIDIA's NCCL documentation, Environment Variables.
-    """
-    if not setting:
-        infiniband = [i for i in interfaces if i.startswith("ib")]
-        return infiniband or [i for i in interfaces if not i.startswith(_VIRTUAL[:2])]
-    exclude, exact = setting.startswith("^"), setting.lstrip("^").startswith("=")
-    names = setting.lstrip("^").lstrip("=").split(",")
-    return [i for i in interfaces if any(i == n if exact else i.startswith(n) for n in names) != exclude]
-
-
-def _sees_runs(node: NodeInfo) -> Finding:
-    if node.sees_runs:
-        return ok("the runs directory is the login node's")
-    value = "the login node's runs directory does not exist here"
-    return costs(value, "no run can start", "use --runs-dir on storage that all nodes share")
-
-
-def _preflight(node: NodeInfo) -> Finding:
-    if node.problem:
-        return costs(node.problem, "no run can train on these nodes", "use --exclude, and tell the administrators")
-    if node.num_gpus and " on CPU" in node.preflight:
-        return costs(
-            node.preflight,
-            "torch found no GPU in a job with GPUs: ranks would train on the CPU",
-            "check nvidia-smi on the node, and the CUDA version that torch was built for",
-        )
-    return ok(node.preflight)
-
-
-OF_MACHINE: Mapping[str, Check[NodeInfo]] = {
-    "stage directory": _stage,
-    str(DEV_SHM): _memory,
-    "locked memory": _locked_memory,
-}
-OF_NODE: Mapping[str, Check[NodeInfo]] = {
-    **OF_MACHINE,
-    "runs directory": _sees_runs,
-    "Slurm's commands": _costs_if(
-        "slurm_error",
-        "the node agents can neither requeue a run at its time limit nor resubmit it when nodes are lost",
-        "ask the administrators for Slurm's commands on the compute nodes",
-        otherwise="squeue, scontrol, sbatch and scancel work",
-    ),
-    "network interface": _interfaces,
-    "preflight": _preflight,
-}

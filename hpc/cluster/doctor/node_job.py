@@ -1,108 +1,78 @@
 """Starts `jobs.node_probe` on compute nodes, in a short job, and reads its reports. Runs on the login node."""
 
-import json
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
-from hpc.base import program
+import msgspec
+
 from hpc.base.files import nearest_existing
 from hpc.base.flags import Flag
-from hpc.base.node_info import NodeInfo, node_from_json
+from hpc.base.node_info import NodeInfo
 from hpc.base.units import walltime_minutes
 from hpc.commands import cli
 from hpc.run.spec import Network, Resources
 from hpc.slurm import client as slurm
 from hpc.slurm import sinfo
-from hpc.slurm.cluster_config import ClusterConfig
 from hpc.slurm.srun import own_pythonpath
 from hpc.submissions import checks
-from hpc.submissions.options import with_defaults
-from hpc.submissions.sbatch import sbatch_advice
 from hpc.submissions.user_python import user_environment
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeOptions(cli.RunsOptions):
-    """The flags of a verb that runs a short job on nodes."""
+    """The flags of a job that probes nodes."""
 
     node: Annotated[tuple[str, ...] | None, Flag(metavar="NAME [NAME ...]")] = None
-    """Nodes to measure. Default: any nodes (--nodes of them)."""
+    """Measure these nodes in a short job, instead of any nodes (--nodes)."""
     resources: Resources = field(default_factory=Resources)
     network: Network = field(default_factory=Network)
+    stage_dir: Path | None = None
+    """Directory on each node's own disk. Default: that of RUN, or /tmp."""
     python: Path | None = None
     """Python with the torch that the ranks use, as in hpc submit.
     Default: that of the active environment, or this Python."""
 
 
-def node_verb(verb: Callable[[Any], int], options: type[NodeOptions], name: str) -> Callable[..., int]:
-    """Return the `main` function of a verb whose flags have the defaults of `hpc submit`."""
-    reading = cli.Reading(
-        complete=lambda typed: program.build(options, with_defaults(typed, options)), explain=sbatch_advice.explain
-    )
-    return partial(cli.run, verb, options, name, reading=reading)
+def probe_nodes(options: NodeOptions, partition: str, stage_dir: Path) -> tuple[Resources, list[NodeInfo]]:
+    """Run the job on the nodes of `--node` (names, or lists such as gpu[01-03]) or, without names, on any nodes.
 
-
-@dataclass(frozen=True, kw_only=True)
-class NodeJob:
-    """A job that probes nodes."""
-
-    name: Literal["doctor", "smoke"]
-    """The job's name, and its work: `doctor` checks the nodes, `smoke` measures them."""
-    resources: Resources
-    network: Network
-    names: Sequence[str]
-    """Names of the nodes. If empty, Slurm chooses the nodes."""
-    stage_dir: Path
-    python: str
-    """Python of the ranks."""
-
-
-def plan(name: Literal["doctor", "smoke"], options: NodeOptions, site: ClusterConfig, stage_dir: Path) -> NodeJob:
-    """Return a job on the nodes of `--node` (names, or lists such as gpu[01-03]) or, without names, on any nodes.
-
+    Returns the job's resources, and the reports of the nodes that answered, in the order of their tasks.
     Raises UserError if a flag is wrong, or the Python of the ranks does not import torch.
     """
-    names, asked = options.node or (), options.resources
+    names, asked, network = options.node or (), options.resources, options.network
     nodes = len(slurm.hostnames(",".join(names))) if names else asked.max_nodes
-    wanted = replace(asked, partition=site.partition["PartitionName"], nodes=str(nodes), time=asked.time or "10m")
-    resources = checks.resolve_resources(wanted, sinfo.partitions())
-    _, python = user_environment.resolve(
-        None, options.python, resources.setup, on_cluster=True, found=user_environment.find_python()
+    asked = replace(asked, partition=partition, nodes=str(nodes), time=asked.time or "10m")
+    resources = checks.resolve_resources(asked, sinfo.partitions())
+    own = user_environment.find_python()
+    _, python = user_environment.resolve(None, options.python, resources.setup, on_cluster=True, found=own)
+    print(
+        f"waiting for {'1 node' if nodes == 1 else f'{nodes} nodes'} of partition {partition}; Ctrl-C cancels",
+        file=sys.stderr,
     )
-    return NodeJob(
-        name=name, resources=resources, network=options.network, names=names, stage_dir=stage_dir,
-        python=python or sys.executable,
-    )  # fmt: skip
-
-
-def run_on_nodes(job: NodeJob, runs_dir: Path, prepare: Callable[[Path], object] = lambda _: None) -> list[NodeInfo]:
-    """Run the job to its end, and return the reports of the nodes that answered, in the order of their tasks.
-
-    `prepare` may fill a directory that the nodes share. The directory lies next to the runs, and exists during the job.
-    """
-    resources = job.resources
-    count = "1 node" if resources.max_nodes == 1 else f"{resources.nodes} nodes"
-    print(f"waiting for {count} of partition {resources.partition}; Ctrl-C cancels", file=sys.stderr)
     # The job's directory is made next to the runs, so a node that sees the runs also sees this directory.
-    existing = nearest_existing(runs_dir.expanduser().resolve())
-    with tempfile.TemporaryDirectory(prefix=f".{job.name}-", dir=existing, ignore_cleanup_errors=True) as shared:
-        prepare(Path(shared))
-        return read_reports(slurm.run_srun(srun_argv(job, Path(shared))))
+    existing = nearest_existing(options.runs_dir.expanduser().resolve())
+    with tempfile.TemporaryDirectory(prefix=".doctor-", dir=existing, ignore_cleanup_errors=True) as shared:
+        probe = (
+            "jobs.node_probe", shared, str(stage_dir), str(resources.num_gpus), network.interface or "",
+            network.port_range or "", python or sys.executable,
+        )  # fmt: skip
+        return resources, read_reports(slurm.run_srun(srun_argv(resources, names, probe)))
 
 
-def srun_argv(job: NodeJob, shared: Path) -> list[str]:
-    """Return the srun command that starts one task on each node. Pure, except that it reads PYTHONPATH."""
-    resources, network, names = job.resources, job.network, job.names
+def srun_argv(resources: Resources, names: Sequence[str], module: Sequence[str]) -> list[str]:
+    """Return the srun command that runs a module, with its arguments, once per node: on these nodes, or on any.
+
+    Pure, except that it reads PYTHONPATH.
+    """
     given = {key: getattr(resources, key) for key in ("mem", "account", "qos", "constraint", "exclude")}
     return [
-        "srun", "--quit-on-interrupt", "--label", f"--job-name={job.name}", f"--partition={resources.partition}",
+        "srun", "--quit-on-interrupt", "--label", "--job-name=doctor", f"--partition={resources.partition}",
         f"--nodes={resources.nodes}", "--ntasks-per-node=1",
         *([f"--gpus-per-node={resources.gpus_per_node}"] if resources.num_gpus else []),
         # One CPU per rank is enough: a larger share might have to wait for other jobs.
@@ -112,10 +82,7 @@ def srun_argv(job: NodeJob, shared: Path) -> list[str]:
         *([f"--nodelist={','.join(names)}"] if names else []),
         "--kill-on-bad-exit=0", "--wait=0", "--mpi=none",
         # SUBMITIT_EXECUTOR selects submitit's reader of the allocation. submitit's own scripts set it, too.
-        "env", f"PYTHONPATH={own_pythonpath()}", "SUBMITIT_EXECUTOR=slurm",
-        sys.executable, "-P", "-m", "jobs.node_probe",
-        job.name, str(shared), str(job.stage_dir), str(resources.num_gpus), network.interface or "",
-        network.port_range or "", job.python,
+        "env", f"PYTHONPATH={own_pythonpath()}", "SUBMITIT_EXECUTOR=slurm", sys.executable, "-P", "-m", *module,
     ]  # fmt: skip
 
 
@@ -127,6 +94,6 @@ def read_reports(printed: str) -> list[NodeInfo]:
     found = []
     for task in sorted(lines):
         text = "\n".join(lines[task])
-        with suppress(ValueError, TypeError):  # a report that is cut off counts as no answer
-            found.append(node_from_json(json.loads(text[text.index("{") :])))
+        with suppress(ValueError):  # a report that is cut off counts as no answer
+            found.append(msgspec.json.decode(text[text.index("{") :], type=NodeInfo))
     return found

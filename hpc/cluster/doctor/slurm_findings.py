@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
-from hpc.cluster.doctor.findings import Check, Finding, RunMeasurements, costs, note, ok
+from hpc.cluster.doctor.findings import Check, Finding, costs, note, ok
 from hpc.run.stop_times import KILL_WAIT_SECONDS, save_timeout_seconds
 from hpc.slurm.client import LONG_REQUEUE_DELAY_SECONDS, expedites_requeues, requeue_delay_seconds
 from hpc.slurm.cluster_config import ClusterConfig, leading_number
@@ -16,10 +16,13 @@ _LONG_TIMEOUT_SECONDS = 60
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterFacts:
-    """Slurm's configuration of a cluster and, if a run has saved a checkpoint, the measurements of that run."""
+    """Slurm's configuration of a cluster, and the time that a save of a run takes."""
 
     cluster: ClusterConfig
-    run: RunMeasurements | None = None
+    run: str = ""
+    """Name of the run; empty if no run has saved a checkpoint."""
+    save_seconds: float | None = None
+    """Seconds that the run's longest save took."""
 
     def ask(self, setting: str) -> str:
         """Return the advice to ask the administrators for a setting of the partition."""
@@ -47,8 +50,8 @@ def seconds_to_save(grace: int, kill_wait: int | None) -> float:
     return min(save_timeout_seconds(KILL_WAIT_SECONDS), KILL_WAIT_SECONDS if kill_wait is None else kill_wait)
 
 
-def _took(run: RunMeasurements | None) -> str:
-    return f", and a save of run {run.name} took {run.save_seconds:.1f} s" if run and run.save_seconds else ""
+def _took(site: ClusterFacts) -> str:
+    return f", and a save of run {site.run} took {site.save_seconds:.1f} s" if site.save_seconds else ""
 
 
 def _preemption(site: ClusterFacts) -> Finding | None:
@@ -65,8 +68,8 @@ def _preemption(site: ClusterFacts) -> Finding | None:
     if not preempted:
         return ok("jobs of this partition are not preempted")
     seconds = seconds_to_save(grace, leading_number(config, "KillWait"))
-    took = site.run.save_seconds if site.run else None
-    value = f"GraceTime={grace}: {seconds:g} s to save on preemption{_took(site.run)}"
+    took = site.save_seconds
+    value = f"GraceTime={grace}: {seconds:g} s to save on preemption{_took(site)}"
     if seconds >= _MIN_SAVE_SECONDS and grace > 0 if took is None else took <= MAX_SHARE * seconds:
         return ok(value)
     verdict = note if took is None else costs
@@ -107,8 +110,6 @@ def _user_signal(site: ClusterFacts) -> Finding | None:
         return ok("preempt_send_user_signal is set")
     if may_be_preempted(site.cluster) is False:
         return ok("not set; jobs of this partition are not preempted")
-    if site.run and not site.run.is_script:
-        return ok("not set; the classifier also saves on SIGTERM")
     return note(
         "preempt_send_user_signal is not set",
         "a preemption sends only SIGTERM: your own script loses work if it saves only on SIGUSR2",
@@ -121,8 +122,8 @@ def _kill_wait(site: ClusterFacts) -> Finding | None:
     if given is None:
         return None
     seconds = seconds_to_save(0, given)
-    took = site.run.save_seconds if site.run else None
-    value = f"KillWait={given} s{_took(site.run)}"
+    took = site.save_seconds
+    value = f"KillWait={given} s{_took(site)}"
     if given >= KILL_WAIT_SECONDS if took is None else took <= MAX_SHARE * seconds:
         return ok(value)
     enough = given >= KILL_WAIT_SECONDS

@@ -6,11 +6,63 @@ from pathlib import Path
 
 from hpc.base.errors import UserError
 from hpc.cluster.testbed.profiles import PROFILES, Profile, ProfileName
+from hpc.slurm.client import TESTBED_DIRECTORY
 
 LOGIN_NAME = "login"
 LOGIN_ADDRESS = "10.77.0.254"
 _MAX_NODES = 99
-_NETWORK = re.compile(r"\d+(\.\d+)?[kmg]bit(,\d+(\.\d+)?[mu]s)?")
+_RATE = re.compile(r"\d+(\.\d+)?[kmg]bit")
+
+ROOT = TESTBED_DIRECTORY
+# The TestbedShape as JSON: the first file that `up` writes.
+STATE = ROOT / "state.json"
+# The value of SLURM_CONF. Slurm looks for its other configuration files in the same directory.
+SLURM_CONF = ROOT / "slurm.conf"
+GRES_CONF = ROOT / "gres.conf"
+SLURMDBD_CONF = ROOT / "slurmdbd.conf"
+JOB_SUBMIT = ROOT / "job_submit.lua"
+JOB_CONTAINER = ROOT / "job_container.conf"
+# Every node's /etc/hosts.
+HOSTS = ROOT / "hosts"
+MUNGE = ROOT / "munge"
+MUNGE_SOCKET = MUNGE / "munge.socket"
+# A directory for root only: munge's key, the controller's state, the database.
+SECRET = ROOT / "secret"
+MUNGE_KEY = SECRET / "munge.key"
+# slurmctld's StateSaveLocation: job scripts and environments of all users.
+CONTROLLER_STATE = SECRET / "slurmctld"
+DATABASE = SECRET / "mariadb"
+DATABASE_SOCKET = SECRET / "mariadb.socket"
+# The device files of the simulated GPUs, which all nodes share.
+DEVICES = ROOT / "dev"
+# The parent of the nodes' spool directories (SlurmdSpoolDir).
+SPOOL = ROOT / "spool"
+# The daemons' PID files.
+RUN = ROOT / "run"
+LOGS = ROOT / "log"
+# Scripts that set up new namespaces: one boots a node, one runs a daemon on the login host.
+BOOT_SCRIPTS = ROOT / "boot"
+LOGIN_SCRIPT = BOOT_SCRIPTS / f"{LOGIN_NAME}.sh"
+# The files that pin namespaces: the login host's host name, the bridge's network, each node's network.
+NAMESPACES = ROOT / "ns"
+CONTROLLER_UTS = NAMESPACES / "controller.uts"
+SWITCH_NET = NAMESPACES / "switch.net"
+DIRECTORIES = (ROOT, SECRET, CONTROLLER_STATE, MUNGE, DEVICES, SPOOL, RUN, LOGS, BOOT_SCRIPTS, NAMESPACES)
+
+
+def log_of(name: str) -> Path:
+    """Return the path of the log of a daemon or a node."""
+    return LOGS / f"{name}.log"
+
+
+def boot_script(name: str) -> Path:
+    """Return the path of the script that boots a node in new namespaces."""
+    return BOOT_SCRIPTS / f"{name}.sh"
+
+
+def node_net(name: str) -> Path:
+    """Return the file to which a node's network namespace is pinned."""
+    return NAMESPACES / f"{name}.net"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,10 +75,7 @@ class TestbedNode:
 
 @dataclass(frozen=True, kw_only=True)
 class TestbedShape:
-    """Size of a testbed; `up` with the shape of the running testbed changes nothing.
-
-    CPUs and memory are only declared: the simulated nodes may have more of them than the machine.
-    """
+    """Size of a testbed; `up` with the shape of the running testbed changes nothing."""
 
     profile: ProfileName = "usual"
     """Kind of cluster.
@@ -43,38 +92,24 @@ class TestbedShape:
     """Compute nodes: gpu01, gpu02, and so on. Default: 4; 32 with `--profile ranges`."""
     gpus_per_node: int = 4
     """Simulated GPUs per node: Slurm allocates them, but there is no hardware."""
-    cpus_per_node: int = 8
-    """CPUs that each node declares."""
-    memory_mb_per_node: int = 32_768
-    """Memory, in MiB, that each node declares."""
     slurmd_timeout: int | None = None
     """Seconds after which Slurm marks a dead node down (SlurmdTimeout). Default: 20; 300 with `--profile bare`."""
     shape_network: str | None = None
-    """Highest rate at which each node sends, and optionally the delay of its packets: 25gbit, or 1gbit,50us."""
+    """Highest rate at which each node sends: 25gbit."""
     accounting: bool = False
     """Also run slurmdbd on a private MariaDB, so that sacct works."""
 
     def __post_init__(self) -> None:
-        """Raise UserError for a malformed network, or a number that Slurm or the address range does not allow."""
-        if self.shape_network is not None and not _NETWORK.fullmatch(self.shape_network):
-            raise UserError(
-                f"--shape-network is {self.shape_network!r}: give a rate, or a rate and a delay: 25gbit, or 1gbit,50us"
-            )
+        """Raise UserError for a malformed rate, or a number that Slurm or the address range does not allow."""
+        if self.shape_network is not None and not _RATE.fullmatch(self.shape_network):
+            raise UserError(f"--shape-network is {self.shape_network!r}: give a rate, such as 25gbit")
         for flag, value, minimum, maximum, example in (
             ("--nodes", self.num_nodes, 1, _MAX_NODES, 4),
             ("--gpus-per-node", self.gpus_per_node, 0, 16, 4),
-            ("--cpus-per-node", self.cpus_per_node, 1, 256, 8),
-            ("--memory-mb-per-node", self.memory_mb_per_node, 1, 2**30, 32_768),
             ("--slurmd-timeout", self.seconds_to_down, 5, 65_533, 300),
         ):
             if not minimum <= value <= maximum:
                 raise UserError(f"{flag} {value}: give {minimum} to {maximum}; type for example {flag} {example}")
-
-    @property
-    def network(self) -> tuple[str | None, str | None]:
-        """The rate and the delay of the nodes' links, in the form that tc reads. None means no limit or no delay."""
-        rate, _, delay = (self.shape_network or "").partition(",")
-        return rate or None, delay or None
 
     @property
     def kind(self) -> Profile:
@@ -110,57 +145,3 @@ class TestbedShape:
         if name not in nodes:
             raise UserError(f"the testbed has no node {name!r}; its nodes are: {' '.join(nodes)}")
         return nodes[name]
-
-
-class TestbedPaths:
-    """The paths of one testbed's files, all below `root` except the lock."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        # The lock of commands that change the testbed. It is beside `root`, because `down` holds it and removes `root`.
-        self.lock = root.with_name(f"{root.name}.lock")
-        # The TestbedShape as JSON: the first file that `up` writes.
-        self.state = root / "state.json"
-        # The value of SLURM_CONF. Slurm looks for its other configuration files in the same directory.
-        self.slurm_conf = root / "slurm.conf"
-        self.gres_conf = root / "gres.conf"
-        self.slurmdbd_conf = root / "slurmdbd.conf"
-        self.job_submit = root / "job_submit.lua"
-        self.job_container = root / "job_container.conf"
-        # Every node's /etc/hosts.
-        self.hosts = root / "hosts"
-        self.munge = root / "munge"
-        self.munge_socket = self.munge / "munge.socket"
-        # A directory for root only: munge's key, the controller's state, the database.
-        self.secret = root / "secret"
-        self.munge_key = self.secret / "munge.key"
-        # slurmctld's StateSaveLocation: job scripts and environments of all users.
-        self.controller_state = self.secret / "slurmctld"
-        self.database = self.secret / "mariadb"
-        self.database_socket = self.secret / "mariadb.socket"
-        # The device files of the simulated GPUs, which all nodes share.
-        self.devices = root / "dev"
-        # The parent of the nodes' spool directories (SlurmdSpoolDir).
-        self.spool = root / "spool"
-        # The daemons' PID files.
-        self.run = root / "run"
-        self.logs = root / "log"
-        # Scripts that set up new namespaces: one boots a node, one runs a daemon on the login host.
-        self.boot_scripts = root / "boot"
-        self.login_script = self.boot_scripts / f"{LOGIN_NAME}.sh"
-        # The files that pin namespaces: the login host's host name, the bridge's network, each node's network.
-        self.namespaces = root / "ns"
-        self.controller_uts = self.namespaces / "controller.uts"
-        self.switch_net = self.namespaces / "switch.net"
-
-    def log(self, name: str) -> Path:
-        """Return the path of the log of a daemon or a node."""
-        return self.logs / f"{name}.log"
-
-    def boot_script(self, node: TestbedNode) -> Path:
-        """Return the path of the script that boots a node in new namespaces."""
-        return self.boot_scripts / f"{node.name}.sh"
-
-    def node_net(self, name: str) -> Path:
-        """Return the file to which a node's network namespace is pinned."""
-        return self.namespaces / f"{name}.net"

@@ -11,7 +11,8 @@ import signal
 from pathlib import Path
 
 from hpc.base.errors import UserError
-from hpc.cluster.testbed.layout import LOGIN_ADDRESS, TestbedNode, TestbedPaths
+from hpc.cluster.testbed import layout
+from hpc.cluster.testbed.layout import LOGIN_ADDRESS, TestbedNode
 from hpc.cluster.testbed.system import run, start, succeeds, wait_until
 
 _LOGIN_INTERFACE = "torchrelay0"
@@ -88,14 +89,14 @@ def kill_all(path: Path) -> None:
 # --- the network: a bridge with one link to each node and one to the login host ---
 
 
-def create_switch(paths: TestbedPaths) -> None:
+def create_switch() -> None:
     """Create the bridge and connect the login host.
 
     The bridge has its own network namespace. In the machine's namespace, a firewall would see its frames: Docker drops
     forwarded packets by default, which would disconnect the nodes from each other.
     """
-    pin(paths.switch_net)
-    switch = inside(paths.switch_net)
+    pin(layout.SWITCH_NET)
+    switch = inside(layout.SWITCH_NET)
     run(*switch, "ip", "link", "add", "switch", "type", "bridge")
     run(*switch, "ip", "link", "set", "switch", "up")
     login = ("peer", "name", _LOGIN_INTERFACE, "netns", str(os.getpid()))
@@ -105,41 +106,41 @@ def create_switch(paths: TestbedPaths) -> None:
     run("ip", "link", "set", _LOGIN_INTERFACE, "up")
 
 
-def remove_switch(paths: TestbedPaths) -> None:
+def remove_switch() -> None:
     """Disconnect the login host and remove the bridge, if they exist."""
     if succeeds("ip", "link", "show", _LOGIN_INTERFACE):
         run("ip", "link", "delete", _LOGIN_INTERFACE)
-    unpin(paths.switch_net)
+    unpin(layout.SWITCH_NET)
 
 
-def _change_link(name: str, paths: TestbedPaths, *change: str) -> None:
+def _change_link(name: str, *change: str) -> None:
     """Run `ip link` with the arguments `change` in the switch's namespace, if the link `name` exists."""
-    switch = inside(paths.switch_net)
-    if paths.switch_net.exists() and succeeds(*switch, "ip", "link", "show", name):
+    switch = inside(layout.SWITCH_NET)
+    if layout.SWITCH_NET.exists() and succeeds(*switch, "ip", "link", "show", name):
         run(*switch, "ip", "link", *change)
 
 
 # --- power ---
 
 
-def power_on(node: TestbedNode, paths: TestbedPaths) -> None:
+def power_on(node: TestbedNode) -> None:
     """Boot a node: new namespaces, empty /tmp and /dev/shm, slurmd. Do not wait until slurmctld knows the node."""
-    pin(paths.node_net(node.name))
-    switch = inside(paths.switch_net)
-    peer = ("peer", "name", "eth0", "netns", str(paths.node_net(node.name)))
+    pin(layout.node_net(node.name))
+    switch = inside(layout.SWITCH_NET)
+    peer = ("peer", "name", "eth0", "netns", str(layout.node_net(node.name)))
     run(*switch, "ip", "link", "add", node.name, "type", "veth", *peer)
     run(*switch, "ip", "link", "set", node.name, "master", "switch", "up")
     # `ip netns exec` would mount another /sys, without the cgroups that slurmd needs.
-    fresh = inside_fresh(paths.node_net(node.name), "mount", "uts")
-    start(*fresh, "/bin/sh", paths.boot_script(node), log=paths.log(f"{node.name}.boot"))
+    fresh = inside_fresh(layout.node_net(node.name), "mount", "uts")
+    start(*fresh, "/bin/sh", layout.boot_script(node.name), log=layout.log_of(f"{node.name}.boot"))
 
 
-def power_off(name: str, paths: TestbedPaths) -> None:
+def power_off(name: str) -> None:
     """End a node as a power cut does: peers receive nothing, not even a TCP reset; /tmp and /dev/shm are lost."""
     # The link goes down first: the last packets of dying processes must reach nobody.
-    _change_link(name, paths, "set", name, "down")
-    kill_all(paths.node_net(name))
+    _change_link(name, "set", name, "down")
+    kill_all(layout.node_net(name))
     # Both ends are deleted now. If the link ended with its namespace, it would live as long as the dead node's sockets
     # have data to send, and would send them to the revived node.
-    _change_link(name, paths, "delete", name)
-    unpin(paths.node_net(name))
+    _change_link(name, "delete", name)
+    unpin(layout.node_net(name))

@@ -1,32 +1,31 @@
 """The text of the testbed's configuration files. Pure: the same shape, paths and host name give the same text."""
 
-import shlex
 from collections.abc import Mapping
 from itertools import cycle
 from pathlib import Path
 
-from hpc.cluster.testbed.layout import LOGIN_ADDRESS, LOGIN_NAME, TestbedPaths, TestbedShape
+from hpc.cluster.testbed import layout
+from hpc.cluster.testbed.layout import LOGIN_ADDRESS, LOGIN_NAME, TestbedShape
 
 CLUSTER_NAME = "torchrelay"
-_NAMES = {"cluster": CLUSTER_NAME, "login": LOGIN_NAME, "address": LOGIN_ADDRESS}
 
 # The port is 7817, not Slurm's 6817: a real slurmctld may run on this machine.
-_CONTROLLER = """\
+_CONTROLLER = f"""\
 # Written by python -m hpc.testbed up, which overwrites changes.
-ClusterName={cluster}
-SlurmctldHost={login}({address})
+ClusterName={CLUSTER_NAME}
+SlurmctldHost={LOGIN_NAME}({LOGIN_ADDRESS})
 SlurmctldPort=7817
 # Listen on the bridge's address only, not on the machine's real interfaces.
 CommunicationParameters=NoCtldInAddrAny
 AuthType=auth/munge
-AuthInfo=socket={paths.munge_socket}
+AuthInfo=socket={layout.MUNGE_SOCKET}
 SlurmUser=root
-StateSaveLocation={paths.controller_state}
-SlurmdSpoolDir={paths.spool}/%n
-SlurmctldPidFile={paths.run}/slurmctld.pid
-SlurmdPidFile={paths.run}/%n.pid
-SlurmctldLogFile={paths.logs}/slurmctld.log
-SlurmdLogFile={paths.logs}/%n.log
+StateSaveLocation={layout.CONTROLLER_STATE}
+SlurmdSpoolDir={layout.SPOOL}/%n
+SlurmctldPidFile={layout.RUN}/slurmctld.pid
+SlurmdPidFile={layout.RUN}/%n.pid
+SlurmctldLogFile={layout.LOGS}/slurmctld.log
+SlurmdLogFile={layout.LOGS}/%n.log
 # The nodes declare more CPUs and memory than the machine has: use this file, not what slurmd detects.
 SlurmdParameters=config_overrides
 ProctrackType=proctrack/linuxproc
@@ -34,8 +33,6 @@ TaskPlugin=task/none
 MpiDefault=none
 # A node that was down and registers again is used without an administrator.
 ReturnToService=2
-# Mark a dead node down within a minute (Slurm's default is 300 s, and the tests would wait for it).
-SlurmdTimeout={shape.seconds_to_down}
 KillWait=15
 SelectType=select/cons_tres
 PreemptType=preempt/partition_prio
@@ -47,12 +44,12 @@ SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,sched_interval=1,bf
 # The usual values of settings that profiles replace.
 _SETTINGS = {"JobRequeue": "1", "PreemptMode": "REQUEUE", "SelectTypeParameters": "CR_Core"}
 
-_ACCOUNTING = """\
+_ACCOUNTING = f"""\
 AccountingStorageType=accounting_storage/slurmdbd
-AccountingStorageHost={address}
+AccountingStorageHost={LOGIN_ADDRESS}
 AccountingStoragePort=7819
 # Not a password: with munge this names the socket; without it slurmctld uses the system's munged.
-AccountingStoragePass={paths.munge_socket}
+AccountingStoragePass={layout.MUNGE_SOCKET}
 AccountingStorageTRES=gres/gpu
 JobAcctGatherType=jobacct_gather/linux
 """
@@ -62,20 +59,19 @@ JobAcctGatherType=jobacct_gather/linux
 _GPU_PARTITION = {
     "PreemptMode": "REQUEUE", "GraceTime": "20", "MaxTime": "1-00:00:00", "DefaultTime": "01:00:00",
 }  # fmt: skip
-_PARTITIONS = """\
-PartitionName=gpu Nodes=ALL Default=YES PriorityTier=1 {gpu}
-PartitionName=urgent Nodes=ALL PriorityTier=10 PreemptMode=OFF MaxTime=04:00:00 DefaultTime=00:30:00
-"""
+_URGENT_PARTITION = "PriorityTier=10 PreemptMode=OFF MaxTime=04:00:00 DefaultTime=00:30:00"
+# The nodes only declare these: they may be more than the machine has.
+_NODE = "Sockets=1 CoresPerSocket=8 ThreadsPerCore=1 RealMemory=32768"
 
-_SLURMDBD = """\
+_SLURMDBD = f"""\
 AuthType=auth/munge
-AuthInfo=socket={paths.munge_socket}
-DbdHost={login}
-DbdAddr={address}
+AuthInfo=socket={layout.MUNGE_SOCKET}
+DbdHost={LOGIN_NAME}
+DbdAddr={LOGIN_ADDRESS}
 DbdPort=7819
 SlurmUser=root
-PidFile={paths.run}/slurmdbd.pid
-LogFile={paths.logs}/slurmdbd.log
+PidFile={layout.RUN}/slurmdbd.pid
+LogFile={layout.LOGS}/slurmdbd.log
 StorageType=accounting_storage/mysql
 # "localhost" means the Unix socket in MYSQL_UNIX_PORT: the database has no port and needs no password.
 StorageHost=localhost
@@ -83,53 +79,53 @@ StorageUser=root
 StorageLoc=slurm_acct_db
 """
 
-_LOGIN = """\
+_LOGIN = f"""\
 #!/bin/sh
 # Runs one daemon of the login host, in that host's namespaces.
 set -eu
 # slurmctld and munged resolve their own name, and slurmctld the name of every client: without this file each submission
 # would query the machine's DNS.
-mount -n --bind {hosts} /etc/hosts
+mount -n --bind {layout.HOSTS} /etc/hosts
 exec "$@"
 """
 
-_BOOT = """\
+_BOOT = f"""\
 #!/bin/sh
 # Runs in the node's fresh network, mount and host-name namespaces, and becomes its slurmd.
 set -eu
-{boot}hostname {name}
+{{boot}}hostname {{name}}
 # In a new network namespace the loopback is down, and torchrun connects to itself over it.
 ip link set lo up
-ip address add {address}/24 dev eth0
+ip address add {{address}}/24 dev eth0
 ip link set eth0 up
-{network}# -n: no entry below /run/mount, which the nodes share with the machine.
+{{network}}# -n: no entry below /run/mount, which the nodes share with the machine.
 mount -n -t tmpfs -o mode=1777,nosuid,nodev tmpfs /tmp
 mount -n -t tmpfs -o mode=1777,nosuid,nodev tmpfs /dev/shm
 # There is no DNS.
-mount -n --bind {hosts} /etc/hosts
+mount -n --bind {layout.HOSTS} /etc/hosts
 # -b: report a new boot, or slurmctld assumes that a revived node was never down.
-exec slurmd -b -N {name} -f {slurm_conf}
+exec slurmd -b -N {{name}} -f {layout.SLURM_CONF}
 """
 
 
-def slurm_conf(shape: TestbedShape, paths: TestbedPaths) -> str:
+def slurm_conf(shape: TestbedShape) -> str:
     """Return the text of slurm.conf."""
-    text = _CONTROLLER.format(shape=shape, paths=paths, **_NAMES)
-    text += _assignments({**_SETTINGS, **shape.kind.slurm_conf}, "\n") + "\n"
+    # A dead node is marked down within a minute (Slurm's default is 300 s, and the tests would wait for it).
+    settings = {"SlurmdTimeout": str(shape.seconds_to_down), **_SETTINGS, **shape.kind.slurm_conf}
+    text = f"{_CONTROLLER}{_assignments(settings, chr(10))}\n"
     if shape.has_accounting:
-        text += _ACCOUNTING.format(paths=paths, **_NAMES)
+        text += _ACCOUNTING
     text += "GresTypes=gpu\n" if shape.gpus_per_node else ""
     types = _gpu_types(shape)
     for node in shape.all_nodes:
-        text += (
-            f"NodeName={node.name} NodeAddr={node.address} Sockets=1 CoresPerSocket={shape.cpus_per_node} "
-            f"ThreadsPerCore=1 RealMemory={shape.memory_mb_per_node}"
-        )
+        text += f"NodeName={node.name} NodeAddr={node.address} {_NODE}"
         if node.name in types:
             # The weight sends a job that needs no GPUs to a node without GPUs, if one is free.
             text += f" Gres=gpu:{types[node.name]}{':' if types[node.name] else ''}{shape.gpus_per_node} Weight=2"
         text += "\n"
-    return text + _PARTITIONS.format(gpu=_assignments({**_GPU_PARTITION, **shape.kind.gpu_partition}, " "))
+    gpu_partition = _assignments({**_GPU_PARTITION, **shape.kind.gpu_partition}, " ")
+    text += f"PartitionName=gpu Nodes=ALL Default=YES PriorityTier=1 {gpu_partition}\n"
+    return f"{text}PartitionName=urgent Nodes=ALL {_URGENT_PARTITION}\n"
 
 
 def _assignments(values: Mapping[str, str], separator: str) -> str:
@@ -143,10 +139,10 @@ def _gpu_types(shape: TestbedShape) -> dict[str, str]:
     return {name: gpu_type for name, gpu_type in pairs if gpu_type is not None}
 
 
-def gres_conf(shape: TestbedShape, paths: TestbedPaths) -> str:
+def gres_conf(shape: TestbedShape) -> str:
     """Return the text of gres.conf. Every GPU needs a device file: with a count alone the node becomes INVAL."""
     last = shape.gpus_per_node - 1
-    files = f"{paths.devices}/nvidia[0-{last}]" if last else f"{paths.devices}/nvidia0"
+    files = f"{layout.DEVICES}/nvidia[0-{last}]" if last else f"{layout.DEVICES}/nvidia0"
     lines = [
         f"NodeName={name} Name=gpu{' Type=' if gpu_type else ''}{gpu_type} File={files}\n"
         for name, gpu_type in _gpu_types(shape).items()
@@ -163,31 +159,24 @@ def hosts(shape: TestbedShape, host_name: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _shaping(shape: TestbedShape) -> str:
-    """Return the tc commands that limit the rate of a node and delay its packets."""
-    rate, delay = shape.network
-    # tbf drops packets larger than the burst, and a veth passes up to 64 kB at once, so the burst holds a few of them.
-    limit = f"tc qdisc add dev eth0 root handle 1: tbf rate {rate} burst 256kb latency 50ms\n" if rate else ""
-    return limit + (f"tc qdisc add dev eth0 parent 1:1 netem delay {delay} limit 100000\n" if delay else "")
-
-
-def files(shape: TestbedShape, paths: TestbedPaths, host_name: str) -> dict[Path, str]:
+def files(shape: TestbedShape, host_name: str) -> dict[Path, str]:
     """Return the text of every configuration file, by path. `up` compares them with existing files, or writes them."""
-    quoted = {"hosts": shlex.quote(str(paths.hosts)), "slurm_conf": shlex.quote(str(paths.slurm_conf))}
     found = {
-        paths.slurm_conf: slurm_conf(shape, paths),
-        paths.gres_conf: gres_conf(shape, paths),
-        paths.hosts: hosts(shape, host_name),
-        paths.login_script: _LOGIN.format(**quoted),
+        layout.SLURM_CONF: slurm_conf(shape),
+        layout.GRES_CONF: gres_conf(shape),
+        layout.HOSTS: hosts(shape, host_name),
+        layout.LOGIN_SCRIPT: _LOGIN,
+        layout.SLURMDBD_CONF: _SLURMDBD if shape.has_accounting else "",
+        layout.JOB_SUBMIT: shape.kind.job_submit,
+        layout.JOB_CONTAINER: shape.kind.job_container,
     }
+    # tbf drops packets larger than the burst, and a veth passes up to 64 kB at once, so the burst holds a few of them.
+    limit = f"tc qdisc add dev eth0 root tbf rate {shape.shape_network} burst 256kb latency 50ms\n"
     for number, node in enumerate(shape.all_nodes, 1):
-        boot = shape.kind.boot.replace("{number}", str(number))
-        parts = {"boot": boot, "network": _shaping(shape), **quoted}
-        found[paths.boot_script(node)] = _BOOT.format(name=node.name, address=node.address, **parts)
-    if shape.has_accounting:
-        found[paths.slurmdbd_conf] = _SLURMDBD.format(paths=paths, **_NAMES)
-    if shape.kind.job_submit:
-        found[paths.job_submit] = shape.kind.job_submit
-    if shape.kind.job_container:
-        found[paths.job_container] = shape.kind.job_container
-    return found
+        found[layout.boot_script(node.name)] = _BOOT.format(
+            boot=shape.kind.boot.replace("{number}", str(number)),
+            name=node.name,
+            address=node.address,
+            network=limit if shape.shape_network else "",
+        )
+    return {path: text for path, text in found.items() if text}

@@ -6,10 +6,12 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from hpc.base.errors import TorchrelayError, UserError
+from hpc.cluster.testbed.layout import SLURM_CONF
 
 # The daemons get only this environment: the caller's virtual environment, or an outer job's SLURM_*, would appear in
 # every job of the testbed.
@@ -43,30 +45,16 @@ def require_packages(*, accounting: bool) -> None:
         raise UserError(f"the testbed needs packages that are not installed: {names}; type: apt-get install -y {names}")
 
 
-def run(*command: str | Path, timeout_seconds: float = 30, **environment: str) -> str:
-    """Run a command in the clean environment and return its stdout.
+def run(*command: str | Path, timeout_seconds: float = 30) -> str:
+    """Run a command in the clean environment, for the testbed's Slurm, and return its stdout.
 
     Raises:
         TorchrelayError: the command is missing, took too long, or failed; the message then has its last line of output.
     """
-    words = [str(word) for word in command]
-    try:
-        done = subprocess.run(
-            words,
-            check=False,
-            env=_CLEAN_ENVIRONMENT | environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout_seconds,
-        )
-    except FileNotFoundError as error:
-        raise TorchrelayError(f"`{words[0]}` is not installed") from error
-    except subprocess.TimeoutExpired as error:
-        raise TorchrelayError(f"`{' '.join(words)}` did not end within {timeout_seconds:g} s") from error
+    done = _call(command, timeout_seconds, {"SLURM_CONF": str(SLURM_CONF)}, capture_output=True, text=True)
     if done.returncode != 0:
-        raise _failure(words, done.returncode, done.stderr or done.stdout)
-    return done.stdout
+        raise _failure(done, done.stderr or done.stdout)
+    return str(done.stdout)
 
 
 def start(*command: str | Path, log: Path, **environment: str) -> None:
@@ -77,33 +65,41 @@ def start(*command: str | Path, log: Path, **environment: str) -> None:
     Raises:
         TorchrelayError: the program failed to start; the message has the last line of the log.
     """
-    words = [str(word) for word in command]
     with log.open("ab") as output:
-        done = subprocess.run(
+        own = {"cwd": "/", "umask": 0o022, "start_new_session": True}
+        done = _call(command, 60, environment, stdout=output, stderr=output, **own)
+    if done.returncode != 0:
+        raise _failure(done, log.read_text(errors="replace"), f" (log: {log})")
+
+
+def _call(
+    command: Sequence[str | Path], timeout_seconds: float, environment: dict[str, str], **options: Any
+) -> "subprocess.CompletedProcess[Any]":
+    words = [str(word) for word in command]
+    try:
+        return subprocess.run(
             words,
             check=False,
             env=_CLEAN_ENVIRONMENT | environment,
             stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            cwd="/",
-            umask=0o022,
-            start_new_session=True,
-            timeout=60,
+            timeout=timeout_seconds,
+            **options,
         )
-    if done.returncode != 0:
-        raise _failure(words, done.returncode, log.read_text(errors="replace"), f" (log: {log})")
+    except FileNotFoundError as error:
+        raise TorchrelayError(f"`{words[0]}` is not installed") from error
+    except subprocess.TimeoutExpired as error:
+        raise TorchrelayError(f"`{' '.join(words)}` did not end within {timeout_seconds:g} s") from error
 
 
-def _failure(words: list[str], exit_code: int, output: str, hint: str = "") -> TorchrelayError:
+def _failure(done: "subprocess.CompletedProcess[Any]", output: str, hint: str = "") -> TorchrelayError:
     last = (output.strip().splitlines() or ["no output"])[-1]
-    return TorchrelayError(f"`{' '.join(words)}` failed with exit code {exit_code}: {last}{hint}")
+    return TorchrelayError(f"`{' '.join(done.args)}` failed with exit code {done.returncode}: {last}{hint}")
 
 
-def succeeds(*command: str | Path, **environment: str) -> bool:
+def succeeds(*command: str | Path) -> bool:
     """Return whether a command succeeds within 10 s."""
     try:
-        run(*command, timeout_seconds=10, **environment)
+        run(*command, timeout_seconds=10)
     except TorchrelayError:
         return False
     return True
@@ -123,24 +119,11 @@ def wait_until(condition: Callable[[], bool], *, seconds: float, what: str) -> N
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the testbed's lock, and remove its file afterwards.
-
-    A process that waited may get the lock of a file that the previous holder has removed. It then locks the new file.
-    """
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            try:
-                is_current = os.path.samestat(os.fstat(descriptor), path.stat())
-            except FileNotFoundError:
-                is_current = False
-            if is_current:
-                try:
-                    yield
-                finally:
-                    path.unlink()
-                return
-        finally:
-            os.close(descriptor)
+def locked(directory: Path) -> Iterator[None]:
+    """Hold the lock of a directory. Unlike the lock of a file, it leaves no file behind."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -20,7 +20,7 @@ OPTIONS = {
     "cancel": "CancelOptions", "resume": "ResumeTraining", "fork": "ForkTraining", "evaluate": "EvaluateOptions",
     "report": "ReportOptions", "sweep": "SweepTraining", "scaling": "ScalingTraining", "shell": "ShellOptions",
     "sync": "SyncOptions", "clean": "CleanOptions", "supervise": "SuperviseOptions",
-    "doctor": "DoctorOptions", "smoke": "SmokeOptions", "drill": "DrillOptions",
+    "doctor": "DoctorOptions", "drill": "DrillOptions",
     "notify": "NotifyOptions", "config": "ConfigOptions", "completion": "CompletionOptions", "testbed": "Verb",
     "train": "training.config.command_line:TrainOptions", "pack": "training.pack.__main__:PackOptions",
     "predict": "training.inference.predict:PredictOptions", "export": "training.inference.export:ExportOptions",

@@ -1,70 +1,79 @@
-"""`hpc doctor`: find settings of a cluster that cost runs work or time. Runs on the login node."""
+"""`hpc doctor`: find settings and nodes of a cluster that cost runs work or time. Runs on the login node."""
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from rich.markup import escape
 from rich.table import Table
 
-from hpc.base import node_info
+from hpc.base import node_info, program
 from hpc.base.errors import TorchrelayError, UserError
-from hpc.base.flags import POSITIONAL, Flag
+from hpc.base.files import DEV_SHM
+from hpc.base.flags import POSITIONAL
 from hpc.base.kernel import automounted_at, file_system_type
 from hpc.base.node_info import NodeInfo
 from hpc.base.text import visible
 from hpc.cluster.doctor.findings import (
     OF_LOGIN,
-    OF_MACHINE,
-    OF_NODE,
-    OF_RUN,
     Finding,
     LoginNode,
-    RunMeasurements,
     Severity,
     costs,
     judge,
     merge,
     note,
+    text_of,
 )
-from hpc.cluster.doctor.node_job import NodeOptions, node_verb, plan, run_on_nodes
+from hpc.cluster.doctor.node_findings import OF_MACHINE, OF_NODE, compare
+from hpc.cluster.doctor.node_job import NodeOptions, probe_nodes
 from hpc.cluster.doctor.slurm_findings import OF_SLURM, ClusterFacts
 from hpc.commands import cli
 from hpc.run.events.history import History
-from hpc.run.events.kinds import DataStaged, NotForked, SnapshotOff
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.slurm import bad_nodes, cluster_config
 from hpc.slurm import client as slurm
 from hpc.status.printing import console_for
+from hpc.submissions.options import with_defaults
 from hpc.submissions.runs_storage import Feature, has_been_seen_by_nodes, missing_features
+from hpc.submissions.sbatch.sbatch_advice import explain
 from hpc.submissions.user_python import user_environment
 
 _STYLES = {Severity.COST: "red", Severity.NOTE: "yellow", Severity.UNKNOWN: "dim"}
 _PIPE_WIDTH, _WHERE_WIDTH = 120, 24
+# The columns of the table of nodes: the checks whose numbers they show, and their headings.
+_COLUMNS = {
+    "computing": "TFLOP/s", "network": "network\nGB/s",
+    "writes to the runs directory": "runs dir\nGB/s", "writes to the stage directory": "stage dir\nGB/s",
+    "stage directory": "stage dir\nGB free", str(DEV_SHM): f"{DEV_SHM}\nGB free", "clock": "clock\ns off",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions(NodeOptions):
-    """Find settings of this cluster that cost runs work or time, and print how to change them."""
+    """Find settings of this cluster that cost runs work or time, and print how to change them.
+
+    With --nodes N, measure N nodes in a short job, too, and name the slow ones. Exit code 1: something costs runs.
+    """
 
     run: Annotated[str | None, POSITIONAL] = None
     """Run whose measured save times are used. Default: the newest run that has saved a checkpoint."""
-    node: Annotated[tuple[str, ...] | None, Flag(metavar="[NAME ...]")] = None
-    """Also inspect compute nodes in a short job: the named nodes, or without names any nodes (--nodes of them)."""
 
 
 def doctor(options: DoctorOptions) -> int:
     """Gather facts, judge them, and print the findings. Returns 1 if a finding has the severity `cost`."""
-    found = merge(examine(options, find_run(options)))
+    found = examine(options, find_run(options))
     if options.json:
-        cli.print_json([asdict(finding) for finding in found])
+        cli.print_json([asdict(written) for finding in found for written in merge([finding])])
     else:
-        print_findings(found, debug=options.debug)
+        if options.node is not None:
+            print_nodes(found)
+        print_findings(merge(found), debug=options.debug)
     return int(any(finding.severity is Severity.COST for finding in found))
 
 
@@ -76,39 +85,20 @@ def find_run(options: DoctorOptions) -> RunDir | None:
     return next((run for run in runs if History.load(run).save_seconds is not None), None)
 
 
-def measurements_of(run: RunDir) -> RunMeasurements:
-    """Read the measurements of a run from its events."""
-    history = History.load(run)
-    last = history.during(max((event.attempt or 0 for event in history.events), default=0))
-    without, unforked = last.of(SnapshotOff), last.of(NotForked)
-    return RunMeasurements(
-        name=run.name,
-        save_seconds=history.save_seconds,
-        is_script=RunSpec.load(run).program.isolated,
-        in_place=next((one.in_place for one in last.of(DataStaged) if one.in_place), None),
-        no_snapshots=without[0].reason if without else None,
-        not_forked=unforked[0].detail if unforked else None,
-    )
-
-
 def examine(options: DoctorOptions, run: RunDir | None) -> list[Finding]:
-    """Return all findings. Raises UserError if the partition does not exist, or for `--node` without Slurm."""
+    """Return all findings. Raises UserError if the partition does not exist, or for `--nodes` without Slurm."""
     spec = RunSpec.load(run) if run else None
-    stage_dir = Path(spec.stage_dir if spec else "/tmp")  # noqa: S108 - submit's default
-    measured = measurements_of(run) if run else None
-    found = judge(OF_RUN, measured, f"run {measured.name}") if measured else []
-    if not slurm.is_available():
+    stage_dir = options.stage_dir or Path(spec.stage_dir if spec else "/tmp")  # noqa: S108 - submit's default
+    if (reason := slurm.why_unavailable()) is not None:
         if options.node is not None:
-            raise UserError(
-                "--node needs Slurm, but there is no Slurm here (no sbatch, or no slurm.conf): leave it out"
-            )
+            raise UserError(f"--nodes measures nodes of a cluster, but there is no Slurm here ({reason}): leave it out")
         verdict = note(
-            "there is no Slurm here (no sbatch, or no slurm.conf)",
+            f"there is no Slurm here ({reason})",
             "runs use this machine only (--cluster local), and end when it fails",
             "run hpc doctor on a login node",
         )
         here = node_info.inspect_node(Path(os.path.expandvars(stage_dir)))
-        return [verdict.at("slurm", "login"), *found, *judge(OF_MACHINE, here, here.name)]
+        return [verdict.at("slurm", "login"), *judge(OF_MACHINE, here, here.name)]
     try:
         site = cluster_config.query_cluster(options.resources.partition or (spec.resources.partition if spec else None))
     except UserError:
@@ -119,22 +109,29 @@ def examine(options: DoctorOptions, run: RunDir | None) -> list[Finding]:
             "runs can be neither submitted nor requeued until it answers; those that train continue",
             "wait, or tell the administrators that slurmctld does not answer",
         )
-        login = inspect_login(options)
-        return [verdict.at("slurm", "cluster"), *found, *judge(OF_LOGIN, login, "login")]
-    found = [*judge(OF_SLURM, ClusterFacts(cluster=site, run=measured), "cluster"), *found]
+        return [verdict.at("slurm", "cluster"), *judge(OF_LOGIN, inspect_login(options), "login")]
+    facts = ClusterFacts(cluster=site)
+    if run is not None:
+        facts = ClusterFacts(cluster=site, run=run.name, save_seconds=History.load(run).save_seconds)
+    found = judge(OF_SLURM, facts, "cluster")
     if options.node is None:
         return [*found, *judge(OF_LOGIN, inspect_login(options), "login")]
-    job = plan("doctor", options, site, stage_dir)
-    nodes = run_on_nodes(job, options.runs_dir)
-    found += judge(OF_LOGIN, inspect_login(options, nodes), "login")
+    return [*found, *examine_nodes(options, site.partition["PartitionName"], stage_dir)]
+
+
+def examine_nodes(options: DoctorOptions, partition: str, stage_dir: Path) -> list[Finding]:
+    """Probe nodes in a job, and return the findings about the login node and about these nodes."""
+    resources, nodes = probe_nodes(options, partition, stage_dir)
+    found = judge(OF_LOGIN, inspect_login(options, nodes), "login")
     found += (finding for node in nodes for finding in judge(OF_NODE, node, node.name))
-    if len(nodes) < (asked := job.resources.max_nodes):
+    found += compare(nodes)
+    if len(nodes) < resources.max_nodes:
         verdict = costs(
-            f"{len(nodes)} of {asked} nodes answered",
+            f"{len(nodes)} of {resources.max_nodes} nodes answered",
             "runs on the other nodes fail too",
             f"see the messages of srun, and check that the nodes have {sys.executable}: it must be on shared storage",
         )
-        found.append(verdict.at("nodes", job.resources.partition or ""))
+        found.append(verdict.at("nodes", partition))
     return found
 
 
@@ -157,6 +154,27 @@ def inspect_login(options: DoctorOptions, nodes: Sequence[NodeInfo] = ()) -> Log
         nodes_see_runs=has_been_seen_by_nodes(real) or (bool(nodes) and all(node.sees_runs for node in nodes)),
         bad_nodes=tuple(map(str, bad_nodes.known(real))),
     )
+
+
+def print_nodes(found: Sequence[Finding]) -> None:
+    """Print which devices the ranks used, and the numbers of each node, with the lowest one of its devices."""
+    numbers = dict[str, dict[str, float]]()
+    for finding in found:
+        if finding.number is not None:
+            of_node = numbers.setdefault(finding.where.partition(" ")[0], {})
+            of_node[finding.check] = min(finding.number, of_node.get(finding.check, finding.number))
+    console = console_for(_PIPE_WIDTH)
+    passed = [finding for finding in found if finding.check == "preflight" and finding.severity is Severity.OK]
+    for finding in merge(passed):
+        console.print(escape(visible(f"{finding.where}: {finding.value}")), "")
+    table = Table("node", box=None, pad_edge=False, header_style="bold")
+    for heading in _COLUMNS.values():
+        table.add_column(heading, justify="right", vertical="bottom")
+    for name, of_node in numbers.items():
+        cells = (text_of(of_node[check]) if check in of_node else "-" for check in _COLUMNS)
+        table.add_row(escape(visible(name)), *cells)
+    if numbers:
+        console.print(table, "")
 
 
 def print_findings(found: Sequence[Finding], *, debug: bool) -> None:
@@ -182,4 +200,11 @@ def print_findings(found: Sequence[Finding], *, debug: bool) -> None:
     print(", ".join(f"{count or 'no'} {noun}{'s' * (count != 1)}" for count, noun in counts) + rest)
 
 
-main = node_verb(doctor, DoctorOptions, "doctor")
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the verb. Only a typed --nodes measures nodes, not one of the user's default flags."""
+
+    def complete(typed: Mapping[str, Any]) -> Any:
+        asked = {"node": [], **typed} if "nodes" in typed else typed
+        return program.build(DoctorOptions, with_defaults(asked, DoctorOptions))
+
+    return cli.run(doctor, DoctorOptions, "doctor", argv, cli.Reading(complete=complete, explain=explain))

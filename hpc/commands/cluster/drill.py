@@ -17,7 +17,7 @@ from hpc.base.flags import POSITIONAL, Flag
 from hpc.commands import cli
 from hpc.run.events.downtime import Interruption, interruptions_of
 from hpc.run.events.history import History
-from hpc.run.events.kinds import CheckpointSaved, FirstStep
+from hpc.run.events.kinds import FirstStep
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.slurm import client as slurm
@@ -26,7 +26,7 @@ from hpc.slurm.srun import own_pythonpath
 from hpc.status.printing import print_interruptions, summaries
 from hpc.status.summary import TERMINAL, Summary
 
-Kind = Literal["worker-kill", "node-kill", "preempt", "hang", "term", "disk-full"]
+Kind = Literal["worker-kill", "node-kill", "preempt", "hang"]
 _POLL_SECONDS = 1.0
 # Longer than Slurm takes to notice a dead node (SlurmdTimeout, 300 s) and to start a requeued job (120 s) together.
 _TIMEOUT_SECONDS = 900.0
@@ -37,9 +37,9 @@ class DrillOptions(cli.RunOptions):
     """Cause a failure in a run, wait until the run trains again, and print the lost steps and the lost time."""
 
     kind: Annotated[Kind, POSITIONAL]
-    """Failure to cause: worker-kill, hang or disk-full of a rank; node-kill of a node; preempt or term of the job."""
+    """Failure to cause: worker-kill or hang of a rank, node-kill of a node, or preempt of the job."""
     rank: int | None = None
-    """Rank for worker-kill and hang (default: the last rank), or for disk-full (default: 0)."""
+    """Rank for worker-kill and hang. Default: the last rank."""
     node: Annotated[str | None, Flag(metavar="NAME")] = None
     """Node for node-kill. Default: the last node that is not the first node."""
     yes: bool = False
@@ -77,16 +77,14 @@ def drill(options: DrillOptions) -> int:
     pids = slurm.run(*command)
     if options.kind in _RANK_FAULTS and not pids.strip():
         raise TorchrelayError(f"rank {target.rank} does not run on {' '.join(target.nodes)}: nothing was done")
-    found = _await_recovery(run, options.kind, before)
+    found = _await_recovery(run, before)
     state = summaries([run])[0].state
     if options.json:
         cli.print_json(
             {"run": run.name, "drill": options.kind, "state": state, "interruptions": [asdict(one) for one in found]}
         )
-    elif found:
-        print_interruptions(found)
     else:
-        print(f"run {run.name} was not interrupted")
+        print_interruptions(found)
     return 1 if state in {"failed", "cancelled"} else 0
 
 
@@ -112,13 +110,10 @@ def target_of(options: DrillOptions, run: RunDir, row: Summary, history: History
     """Choose the target by the flags and the run's status. Raises UserError if it is not a part of the run."""
     attempt = history.attempts[-1]
     nodes, world_size = attempt.members, attempt.world_size or 0
-    if options.kind == "disk-full" and not history.knows_steps:
-        raise UserError(f"disk-full makes a save fail, but run {run.name} saves nothing with state()")
     others = [node for node in nodes if node != attempt.nodes[0]]
     if options.node not in {None, *nodes}:
         raise UserError(f"--node is {options.node!r}: use one of {', '.join(nodes)}, where the run trains")
-    default = 0 if options.kind == "disk-full" else world_size - 1
-    rank = default if options.rank is None else options.rank
+    rank = world_size - 1 if options.rank is None else options.rank
     if not 0 <= rank < world_size:
         raise UserError(f"--rank is {rank}: use 0 to {world_size - 1}")
     cluster = RunSpec.load(run).cluster
@@ -138,7 +133,6 @@ def target_of(options: DrillOptions, run: RunDir, row: Summary, history: History
 _RANK_FAULTS = {
     "worker-kill": ("kill", "kill rank {} with SIGKILL"),
     "hang": ("stop", "stop rank {} with SIGSTOP"),
-    "disk-full": ("full", "make writes of large files by rank {} fail for 10 s"),
 }
 
 
@@ -147,15 +141,8 @@ def plan(kind: Kind, target: DrillTarget) -> tuple[list[str], str]:
     if kind in _RANK_FAULTS:
         action, description = _RANK_FAULTS[kind]
         return on_nodes(target, target.nodes, action, str(target.rank)), description.format(target.rank)
-    if kind == "term":
-        on_machine = ["kill", "-TERM", target.job_id], "send SIGTERM to the run"
-        # The agents are in step 0. Without a step, the signal would also end the batch script.
-        step = ["scancel", "--signal=TERM", f"{target.job_id}.0"], "send SIGTERM to all processes of the step"
-        return on_machine if target.cluster == "local" else step
     if target.cluster == "local":
-        raise UserError(
-            f"{kind} needs Slurm, and this run is on --cluster local: use term, worker-kill, hang or disk-full"
-        )
+        raise UserError(f"{kind} needs Slurm, and this run is on --cluster local: use worker-kill or hang")
     if kind == "node-kill" and target.testbed:
         return [sys.executable, "-m", "hpc", "testbed", "kill-node", target.node], f"cut the power of {target.node}"
     if kind == "node-kill":
@@ -180,11 +167,11 @@ def on_nodes(target: DrillTarget, nodes: Sequence[str], *action: str) -> list[st
     ]  # fmt: skip
 
 
-def _await_recovery(run: RunDir, kind: Kind, before: History) -> list[Interruption]:
+def _await_recovery(run: RunDir, before: History) -> list[Interruption]:
     """Wait until the run trains again or has ended. Returns its interruptions since `before`.
 
-    A run trains again when all ranks have started and, if it reports steps, the first step is done. With disk-full, a
-    save without an interruption also ends the wait. Raises TorchrelayError after 15 minutes.
+    A run trains again when all ranks have started and, if it reports steps, the first step is done.
+    Raises TorchrelayError after 15 minutes.
     """
     known = len(interruptions_of(before))
     deadline = time.monotonic() + _TIMEOUT_SECONDS
@@ -192,11 +179,10 @@ def _await_recovery(run: RunDir, kind: Kind, before: History) -> list[Interrupti
         time.sleep(_POLL_SECONDS)
         history = History.load(run)
         new = interruptions_of(history)[known:]
-        saved = kind == "disk-full" and not new and len(history.of(CheckpointSaved)) > len(before.of(CheckpointSaved))
         reports_steps = history.knows_steps or bool(history.of(FirstStep))
         has_started = bool(new) and history.attempts[-1].world_size is not None
         trains = has_started and (not reports_steps or new[-1].seconds["first_step"] is not None)
-        if trains or saved or summaries([run])[0].state in TERMINAL:
+        if trains or summaries([run])[0].state in TERMINAL:
             return new
     raise TorchrelayError(
         f"run {run.name} has not resumed training after {_TIMEOUT_SECONDS:.0f} s: see hpc status {run.name}"

@@ -1,36 +1,37 @@
-"""Which pairs of nodes `hpc smoke` measures at the same time, and what two ranks measure."""
+"""What ranks measure for `hpc doctor --nodes`."""
 
 import json
+import os
 import sys
-from itertools import chain, combinations
+from collections.abc import Callable
 
 import pytest
 from support.trainings import Starter
 
 from training.engine import rank_benchmark
-from training.engine.rank_benchmark import pair_rounds
 
 
-@pytest.mark.parametrize("nodes", range(1, 10))
-def test_every_pair_is_in_one_round_and_no_node_in_two_pairs_of_it(nodes: int) -> None:
-    rounds = pair_rounds(nodes)
-    assert sorted(chain(*rounds)) == list(combinations(range(nodes), 2))
-    for pairs in rounds:
-        busy = list(chain(*pairs))
-        assert len(busy) == len(set(busy))
-
-
-def measure() -> None:
+def on_one_node() -> None:
     """In a rank: be the benchmark, and nothing else."""
-    sys.exit(rank_benchmark.main("here"))
+    sys.exit(rank_benchmark.main())
 
 
-def test_two_ranks_of_one_node_measure_their_devices_and_the_all_reduce(start: Starter) -> None:
-    ranks = start(world_size=2, prepare=measure)
-    assert ranks.wait() == [0, 0], ranks.output()
-    line = next(line for line in ranks.output().splitlines() if line.startswith("benchmark: "))
-    found = json.loads(line.removeprefix("benchmark: "))
-    assert [(rank["rank"], rank["node"]) for rank in found["ranks"]] == [(0, "here"), (1, "here")]
-    assert all(rank["teraflops"] > 0 for rank in found["ranks"])
-    assert found["all_reduce"][-1]["gb_per_second"] > 0
-    assert found["pairs"] == []
+def on_a_node_of_its_own() -> None:
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    on_one_node()
+
+
+@pytest.mark.parametrize(("prepare", "nodes"), [(on_one_node, 1), (on_a_node_of_its_own, 3)])
+def test_the_first_rank_of_each_node_prints_what_the_node_measured(
+    start: Starter, prepare: Callable[[], None], nodes: int
+) -> None:
+    ranks = start(world_size=3, prepare=prepare)
+    assert ranks.wait() == [0, 0, 0], ranks.output()
+    printed = [line for line in ranks.output().splitlines() if line.startswith("benchmark: ")]
+    assert len(printed) == nodes
+    for line in printed:
+        fields = json.loads(line.removeprefix("benchmark: "))
+        assert (fields["world_size"], fields["device"], len(fields["teraflops"])) == (3, "CPU", 3 // nodes)
+        assert min(fields["teraflops"]) > 0
+        assert fields["all_reduce_gb_per_second"] > 0
+        assert (fields["network_gb_per_second"] is None) == (nodes == 1)

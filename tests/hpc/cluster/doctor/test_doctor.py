@@ -2,23 +2,29 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support.cluster import Site, hpc
+from support.cluster import TIMEOUT_SECONDS, Site, hpc
 from support.events import script_spec
 from support.fake_slurm import write_programs
 from support.forked_hpc import run_forked
+from support.waiting import wait_for
 from test_findings import CONFIG, NODE, PARTITIONS
 
 from hpc.base.files import append_json_line
-from hpc.cluster.doctor.node_job import NodeJob, read_reports, srun_argv
-from hpc.commands.cluster.doctor import DoctorOptions, find_run, measurements_of
+from hpc.cluster.doctor.node_job import read_reports, srun_argv
+from hpc.commands.cluster.doctor import DoctorOptions, find_run
 from hpc.run.rundir import RunDir
-from hpc.run.spec import Network, Resources
+from hpc.run.spec import Resources
+from hpc.slurm.client import TESTBED_DIRECTORY
 
 ROOT = Path(__file__).parents[4]
 ANSWERS = {
@@ -98,9 +104,18 @@ def test_without_slurm_this_machine_is_inspected_and_no_node(tmp_path: Path) -> 
     found = findings(run_forked(["doctor", "--json"], tmp_path, without_slurm))
     assert found["slurm"]["severity"] == "note"
     assert set(found) == {"slurm", "stage directory", "/dev/shm", "locked memory"}
-    done = run_forked(["doctor", "--node"], tmp_path, without_slurm)
+    done = run_forked(["doctor", "--nodes=2"], tmp_path, without_slurm)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "--node needs Slurm, but there is no Slurm here" in done.stderr
+    assert "--nodes measures nodes of a cluster, but there is no Slurm here (sbatch is not on the PATH)" in done.stderr
+    assert run_forked(["doctor", "--nodes=none"], tmp_path, without_slurm).returncode == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_default_number_of_nodes_measures_no_node(tmp_path: Path) -> None:
+    """A user's default is for runs: only a typed --nodes starts a job."""
+    (tmp_path / "torchrelay.yaml").write_text("nodes: 2\n")
+    done = run_forked(["doctor"], tmp_path, {"PATH": "/nonexistent", "XDG_CONFIG_HOME": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
 
 
 def test_newest_run_that_has_saved_is_the_default(tmp_path: Path) -> None:
@@ -111,33 +126,15 @@ def test_newest_run_that_has_saved_is_the_default(tmp_path: Path) -> None:
     assert find_run(DoctorOptions(runs_dir=tmp_path / "none")) is None
 
 
-def test_measurements_are_of_the_last_attempt(tmp_path: Path) -> None:
-    run = new_run(tmp_path, "r", save_seconds=3.0)
-    for reason in ("no room", None):
-        staged = {"event": "staged", "attempt": 1, "node": "a", "source": "/d", "in_place": reason}
-        append_json_line(run.events / "x.jsonl", {"time": 2.0, **staged})
-    assert measurements_of(run).in_place == "no room", "on one of its nodes"
-    append_json_line(run.events / "x.jsonl", {"time": 9.0, "event": "first_step", "attempt": 2, "step": 1})
-    assert (measurements_of(run).save_seconds, measurements_of(run).in_place) == (3.0, None)
-
-
-def srun_of(resources: Resources, runs_dir: Path, *names: str) -> list[str]:
-    job = NodeJob(
-        name="doctor", resources=resources, network=Network(), names=names, stage_dir=Path("/tmp"), python="python3"
-    )  # fmt: skip
-    return srun_argv(job, runs_dir)
-
-
-def test_srun_requests_the_resources_of_submit(tmp_path: Path) -> None:
+def test_srun_requests_the_resources_of_submit() -> None:
     resources = Resources(nodes="2", gpus_per_node="4", partition="gpu", account="me", time="10m", sbatch=("x=y",))
-    argv = srun_of(resources, tmp_path, "gpu01", "gpu02")
+    argv = srun_argv(resources, ("gpu01", "gpu02"), ("module", "argument"))
     asked = {"--nodes=2", "--gpus-per-node=4", "--partition=gpu", "--account=me", "--nodelist=gpu01,gpu02", "--x=y"}
     assert asked <= set(argv)
-    assert argv[-8:] == ["jobs.node_probe", "doctor", str(tmp_path), "/tmp", "4", "", "", "python3"]
-    without_gpus = srun_of(Resources(gpus_per_node="0", partition="cpu", time="10m"), tmp_path)
+    assert argv[-2:] == ["module", "argument"]
+    without_gpus = srun_argv(Resources(gpus_per_node="0", partition="cpu", time="10m"), (), ("module",))
     assert "--cpus-per-task=1" in without_gpus
     assert not any(word.startswith("--gpu") for word in without_gpus)
-    assert without_gpus[-4] == "0"
 
 
 def test_reports_of_tasks_that_print_at_the_same_time() -> None:
@@ -158,28 +155,68 @@ def test_node_that_does_not_see_the_runs_directory_inspects_itself(tmp_path: Pat
         "CUDA_VISIBLE_DEVICES": "", "PATH": str(clients),
     }  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "jobs.node_probe", "doctor", "/nonexistent", "/tmp", "1", "", ""],
+        [sys.executable, "-P", "-m", "jobs.node_probe", "/nonexistent", "/tmp", "1", "", "", sys.executable],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT), **allocation}, capture_output=True, text=True,
         check=True,
     )  # fmt: skip
     report = json.loads(done.stdout)
     assert report["name"] == "localhost"
     assert report["sees_runs"] is False
-    assert report["preflight"].startswith("preflight: 1 rank on CPU")
+    assert (report["world_size"], report["device"], report["problem"]) == (1, "CPU", "")
+    assert report["stage_gb_per_second"] > 0
+    assert report["runs_gb_per_second"] is None
     assert report["slurm_error"] == "sbatch: not on the PATH"
 
 
+@contextmanager
+def slow_link(node: str) -> Iterator[None]:
+    """Limit what the node sends to 100 megabits per second."""
+    tc = ("nsenter", f"--net={TESTBED_DIRECTORY / 'ns' / node}.net", "tc", "qdisc")
+    limit = ("tbf", "rate", "100mbit", "burst", "256kb", "latency", "50ms")
+    subprocess.run([*tc, "add", "dev", "eth0", "root", *limit], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run([*tc, "del", "dev", "eth0", "root"], check=True)
+
+
 @pytest.mark.timeout(400)
-def test_nodes_of_the_testbed(site: Site) -> None:
-    done = site.hpc("doctor", "--node", "gpu[02-03]", "--json")
-    found = {(finding["check"], finding["where"]): finding for finding in json.loads(done.stdout)}
-    both = "gpu02 gpu03"
+def test_nodes_of_the_testbed_are_measured_and_the_slow_one_is_named(ordinary_user: Site) -> None:
+    with slow_link("gpu03"):
+        done = ordinary_user.hpc("doctor", "--node", "gpu[02-04]", "--gpus-per-node=1", "--json")
+    nodes = {"gpu02", "gpu03", "gpu04"}
+    found = json.loads(done.stdout)
     assert done.returncode == 1, "the testbed's GPUs are none"
-    assert found["runs directory", both]["severity"] == "ok"
-    assert found["Slurm's commands", both]["severity"] == "ok", found["Slurm's commands", both]["value"]
-    assert found["stage directory", both]["severity"] == "note", "a node of the testbed has its /tmp in memory"
-    assert found["network interface", both]["severity"] == "ok"
-    (told,) = [finding for (check, _), finding in found.items() if check == "preflight" and finding["cost"]]
-    assert told["value"].startswith("preflight: 2 ranks on CPU, all-reduce")
-    assert found["runs directory", "login"]["severity"] == "ok", "the nodes have seen it"
-    assert [path.name for path in site.path.iterdir() if path.name.startswith(".doctor")] == []
+    severities = dict[str, dict[str, str]]()
+    for finding in found:
+        severities.setdefault(finding["check"], {})[finding["where"].partition(" ")[0]] = finding["severity"]
+    for check in ("Slurm's commands", "network interface", "clock"):
+        assert severities[check] == dict.fromkeys(nodes, "ok"), found
+    assert severities["stage directory"] == dict.fromkeys(nodes, "note"), "a node of the testbed has its /tmp in memory"
+    assert severities["runs directory"] == {"login": "ok", **dict.fromkeys(nodes, "ok")}, "the nodes have seen it"
+    assert severities["preflight"] == dict.fromkeys(nodes, "cost")
+    assert (severities["network"].keys(), severities["network"]["gpu03"]) == (nodes, "cost"), found
+    measured = ("computing", "writes to the stage directory", "writes to the runs directory")
+    assert all(one["number"] > 0 for one in found if one["check"] in measured)
+    assert all(severities[check].keys() == nodes for check in measured)
+    assert [path.name for path in ordinary_user.path.iterdir() if path.name.startswith(".doctor")] == []
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("how", ["Ctrl-C", "scancel"])
+def test_measurement_that_is_interrupted_leaves_nothing(ordinary_user: Site, how: str) -> None:
+    command = [sys.executable, "-m", "hpc", "doctor", "--nodes=2", "--gpus-per-node=1"]
+    out: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    typed = ordinary_user._as_the_user({})  # noqa: SLF001 - as its other methods do
+    with subprocess.Popen(command, **typed, **out, start_new_session=True) as running:
+        # Written by the first node when it begins, so the job is in the middle.
+        wait_for(lambda: list(ordinary_user.path.glob("**/.doctor-*/events/*.jsonl")))
+        if how == "Ctrl-C":
+            os.killpg(running.pid, signal.SIGINT)
+        else:
+            ordinary_user.slurm("scancel", "--me")
+        printed, problem = running.communicate(timeout=TIMEOUT_SECONDS)
+    assert running.returncode == (130 if how == "Ctrl-C" else 1), problem
+    assert ("0 of 2 nodes answered" in printed) == (how == "scancel")
+    assert not list(ordinary_user.path.glob("**/.doctor-*"))
+    wait_for(lambda: not ordinary_user.slurm("squeue", "--me", "--noheader"))

@@ -8,17 +8,8 @@ import pytest
 
 from hpc.base.errors import UserError
 from hpc.base.node_info import NodeInfo, TorchBuild
-from hpc.cluster.doctor.findings import (
-    OF_LOGIN,
-    OF_NODE,
-    OF_RUN,
-    Finding,
-    LoginNode,
-    RunMeasurements,
-    Severity,
-    judge,
-    merge,
-)
+from hpc.cluster.doctor.findings import OF_LOGIN, Finding, LoginNode, Severity, judge, merge
+from hpc.cluster.doctor.node_findings import OF_NODE, compare
 from hpc.cluster.doctor.slurm_findings import OF_SLURM, ClusterFacts
 from hpc.slurm.client import parse_config, parse_records
 from hpc.slurm.cluster_config import ClusterConfig, choose_partition, leading_number
@@ -63,10 +54,6 @@ def cluster(config: dict[str, str], partition: dict[str, str], **others: Any) ->
     return ClusterConfig(config={**parse_config(CONFIG), **config}, partition=own, partitions=(own, urgent), **others)
 
 
-def experience(seconds: float | None, **others: Any) -> RunMeasurements:
-    return RunMeasurements(name="r", save_seconds=seconds, **{"is_script": False, **others})
-
-
 def one(found: list[Finding], check: str) -> Finding:
     (finding,) = [finding for finding in found if finding.check == check]
     return finding
@@ -90,8 +77,6 @@ def test_partition_is_the_one_named_or_the_default() -> None:
         choose_partition(None, partitions[1:])
 
 
-MEASURED = experience(12.0)
-SCRIPT = experience(1.0, is_script=True)
 NO_GRACE = {"GraceTime": "0"}
 NOT_PREEMPTED = {"PreemptMode": "OFF"}
 GANG = {"PreemptMode": "GANG,SUSPEND", "SchedulerTimeSlice": "30 sec"}
@@ -106,33 +91,31 @@ TEXTS = {
 
 
 @pytest.mark.parametrize(
-    ("check", "config", "partition", "run", "severity", "words"),
+    ("check", "config", "partition", "save_seconds", "severity", "words"),
     [
         ("preemption", {}, {}, None, "ok", ["10 s to save"]),
-        ("preemption", {}, {}, MEASURED, "cost", ["GraceTime=20", "took 12.0 s", "PartitionName=gpu", "GraceTime=60"]),
-        ("preemption", {}, {"GraceTime": "30"}, MEASURED, "ok", ["20 s to save"]),
-        ("preemption", {}, {"GraceTime": "30"}, experience(100.0), "cost", ["GraceTime=135"]),
+        ("preemption", {}, {}, 12.0, "cost", ["GraceTime=20", "took 12.0 s", "PartitionName=gpu", "GraceTime=60"]),
+        ("preemption", {}, {"GraceTime": "30"}, 12.0, "ok", ["20 s to save"]),
+        ("preemption", {}, {"GraceTime": "30"}, 100.0, "cost", ["GraceTime=135"]),
         ("preemption", {}, NO_GRACE, None, "note", ["15 s to save", "GraceTime=60"]),
-        ("preemption", TEXTS["wait 60"], NO_GRACE, experience(30.0), "cost", ["20 s to save"]),
-        ("preemption", {}, NO_GRACE, experience(5.0), "ok", []),
-        ("preemption", {}, NOT_PREEMPTED, MEASURED, "ok", ["not preempted"]),
-        ("preemption", {"PreemptType": "preempt/none"}, NO_GRACE, MEASURED, "ok", ["not preempted"]),
-        ("preemption", {}, {**NO_GRACE, "PriorityTier": "10"}, MEASURED, "ok", ["not preempted"]),
-        ("preemption", {}, {**NO_GRACE, "PreemptMode": "GANG,SUSPEND"}, MEASURED, "ok", ["not preempted"]),
-        ("preemption", TEXTS["qos"], NO_GRACE, MEASURED, "note", ["sacctmgr show qos"]),
+        ("preemption", TEXTS["wait 60"], NO_GRACE, 30.0, "cost", ["20 s to save"]),
+        ("preemption", {}, NO_GRACE, 5.0, "ok", []),
+        ("preemption", {}, NOT_PREEMPTED, 12.0, "ok", ["not preempted"]),
+        ("preemption", {"PreemptType": "preempt/none"}, NO_GRACE, 12.0, "ok", ["not preempted"]),
+        ("preemption", {}, {**NO_GRACE, "PriorityTier": "10"}, 12.0, "ok", ["not preempted"]),
+        ("preemption", {}, {**NO_GRACE, "PreemptMode": "GANG,SUSPEND"}, 12.0, "ok", ["not preempted"]),
+        ("preemption", TEXTS["qos"], NO_GRACE, 12.0, "note", ["sacctmgr show qos"]),
         ("PreemptMode", {}, {}, None, "ok", ["PreemptMode=REQUEUE"]),
         ("PreemptMode", {}, {"PreemptMode": "CANCEL"}, None, "note", ["partition gpu", "hpc supervise"]),
         ("PreemptMode", {"PreemptType": "preempt/none"}, {"PreemptMode": "CANCEL"}, None, "ok", []),
         ("PreemptMode", {}, {"PreemptMode": "GANG,SUSPEND"}, None, "note", ["stands still", "says suspended"]),
         ("preempt_send_user_signal", {}, {}, None, "note", ["SIGTERM", "SlurmctldParameters="]),
-        ("preempt_send_user_signal", {}, {}, SCRIPT, "note", []),
-        ("preempt_send_user_signal", {}, {}, MEASURED, "ok", ["also saves on SIGTERM"]),
-        ("preempt_send_user_signal", {}, NOT_PREEMPTED, SCRIPT, "ok", []),
-        ("preempt_send_user_signal", TEXTS["signal"], {}, SCRIPT, "ok", []),
+        ("preempt_send_user_signal", {}, NOT_PREEMPTED, None, "ok", []),
+        ("preempt_send_user_signal", TEXTS["signal"], {}, None, "ok", []),
         ("KillWait", {}, {}, None, "note", ["KillWait=15 s", "KillWait=30 in slurm.conf"]),
-        ("KillWait", {}, {}, experience(11.0), "ok", []),
+        ("KillWait", {}, {}, 11.0, "ok", []),
         ("KillWait", TEXTS["wait 60"], {}, None, "ok", []),
-        ("KillWait", TEXTS["wait 60"], {}, experience(17.0), "note", ["20 s to save", "shorter --checkpoint-every"]),
+        ("KillWait", TEXTS["wait 60"], {}, 17.0, "note", ["20 s to save", "shorter --checkpoint-every"]),
         ("SlurmdTimeout", {}, {}, None, "note", ["after 300 s", "after 5 s", "one node", "SlurmdTimeout=60"]),
         ("SlurmdTimeout", {"SlurmdTimeout": "60 sec"}, {}, None, "ok", []),
         ("SlurmdTimeout", {"SlurmdTimeout": "0 sec"}, {}, None, "cost", ["never"]),
@@ -154,10 +137,12 @@ TEXTS = {
     ],
 )  # fmt: skip
 def test_finding_about_slurm(
-    check: str, config: dict[str, str], partition: dict[str, str], run: RunMeasurements | None, severity: str,
+    check: str, config: dict[str, str], partition: dict[str, str], save_seconds: float | None, severity: str,
     words: list[str],
 ) -> None:  # fmt: skip
-    found = judge(OF_SLURM, ClusterFacts(cluster=cluster(config, partition), run=run), "cluster")
+    found = judge(
+        OF_SLURM, ClusterFacts(cluster=cluster(config, partition), run="r", save_seconds=save_seconds), "cluster"
+    )
     finding = one(found, check)
     text = f"{finding.value} {finding.cost} {finding.what_to_do}"
     assert finding.severity == severity, text
@@ -188,14 +173,6 @@ def test_one_job_at_a_time_is_a_note(most: float | None, severity: str) -> None:
     assert one(judge(OF_SLURM, site, "cluster"), "MaxSubmitJobs").severity == severity
 
 
-def test_run_that_read_in_place_and_took_no_snapshots() -> None:
-    run = experience(
-        1.0, in_place="/tmp has room for 5 MB", no_snapshots="/dev/shm has 60 MB free", not_forked="torch 9 asked"
-    )
-    assert [finding.severity for finding in judge(OF_RUN, run, "run r")] == [Severity.COST] * 3
-    assert [finding.severity for finding in judge(OF_RUN, MEASURED, "run r")] == [Severity.OK] * 3
-
-
 CUDA = TorchBuild(version="2.15.0+cu132", accelerator="CUDA 13.2")
 LOGIN = LoginNode(runs_dir="/home/me/runs", runs_type="nfs4", torch=CUDA)
 
@@ -223,16 +200,17 @@ def test_finding_about_the_login_node(check: str, changes: dict[str, Any], sever
 
 
 NODE = NodeInfo(
-    name="gpu01", cpu="EPYC", cpus=64, memory_bytes=2**38, kernel="6.1", driver=None, stage_dir="/tmp",
+    name="gpu01", driver=None, stage_dir="/tmp",
     stage_type="xfs", stage_free_bytes=10**12, shm_free_bytes=10**11, interfaces=("lo", "eth0"),
-    num_gpus=2, sees_runs=True, interface="eth0", preflight="preflight: 2 ranks on GPU, all-reduce 9.1 GB/s, 0.4 s",
+    num_gpus=2, sees_runs=True, interface="eth0", world_size=2, device="H200", teraflops=(700.0, 690.0),
+    all_reduce_gb_per_second=9.1, clock_seconds=-0.002,
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("check", "changes", "severity", "word"),
     [
-        ("stage directory", {}, "ok", "1000.0 GB"),
+        ("stage directory", {}, "ok", "1,000 GB"),
         ("stage directory", {"stage_type": "tmpfs"}, "note", "memory"),
         ("stage directory", {"stage_type": "nfs4"}, "note", "on nfs4, which is on other machines"),
         ("stage directory", {"stage_free_bytes": 10**9}, "note", "shared storage"),
@@ -250,8 +228,12 @@ NODE = NodeInfo(
         ("network interface", {"interfaces": ("lo", "eth0", "ib0")}, "ok", ""),
         ("network interface", {"nccl_interfaces": "ib0"}, "cost", "unset NCCL_SOCKET_IFNAME"),
         ("preflight", {"problem": "gpu01 computes wrongly"}, "cost", "computes wrongly"),
-        ("preflight", {"preflight": "preflight: 2 ranks on CPU, 0.1 s"}, "cost", "nvidia-smi"),
-        ("preflight", {"preflight": "preflight: 1 rank on CPU, 0.1 s", "num_gpus": 0}, "ok", "1 rank on CPU"),
+        ("preflight", {"world_size": 0}, "unknown", ""),
+        ("preflight", {}, "ok", "2 ranks on H200, all-reduce 9.1 GB/s"),
+        ("preflight", {"device": "CPU"}, "cost", "GB/s; there is no NVIDIA driver"),
+        ("preflight", {"device": "CPU", "world_size": 1, "num_gpus": 0}, "ok", "1 rank on CPU"),
+        ("clock", {}, "ok", "0.002 s"),
+        ("clock", {"clock_seconds": -2.5}, "note", "by 2.5 s"),
     ],
 )  # fmt: skip
 def test_finding_about_a_node(check: str, changes: dict[str, Any], severity: str, word: str) -> None:
@@ -266,7 +248,37 @@ def test_same_finding_of_several_nodes_is_one() -> None:
     fuller = replace(slow, stage_free_bytes=9 * 10**11)
     found = merge([*judge(OF_NODE, slow, "gpu01"), *judge(OF_NODE, fuller, "gpu02"), *judge(OF_NODE, NODE, "gpu03")])
     two, other = (finding for finding in found if finding.check == "stage directory")
-    assert (two.where, two.value) == ("gpu01 gpu02", "/tmp has at least 900.0 GB free on tmpfs, which is memory")
-    assert (other.where, other.value) == ("gpu03", "/tmp has 1000.0 GB free on xfs")
-    assert two.free_bytes == 9 * 10**11
+    assert (two.where, two.value) == ("gpu01 gpu02", "/tmp has at least 900 GB free on tmpfs, which is memory")
+    assert (other.where, other.value) == ("gpu03", "/tmp has 1,000 GB free on xfs")
+    assert two.number == 900
     assert one(found, "preflight").where == "gpu01 gpu02 gpu03"
+
+
+NODES = [
+    replace(NODE, name=name, network_gb_per_second=20.0, stage_gb_per_second=2.0, runs_gb_per_second=1.0)
+    for name in ("gpu01", "gpu02", "gpu03", "gpu04")
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "slow"),
+    [
+        ([{}, {}], []),
+        ([{}, {"teraflops": (700.0, 600.0)}], [("computing", "gpu02 GPU 1", "600 TFLOP/s on H200, the median is 700")]),
+        ([{}, {"device": "A100", "teraflops": (300.0, 300.0)}], []),
+        ([{}, {"device": "CPU", "teraflops": (0.6,)}, {"device": "CPU", "teraflops": (1.0,)}], []),
+        ([{}, {"network_gb_per_second": 9.0}], [("network", "gpu02", "9 GB/s, the median is 20")]),
+        # The better half is the measure when half is slow.
+        (
+            [{"stage_gb_per_second": 0.3}, {}, {}, {"stage_gb_per_second": 0.4}],
+            [("writes to the stage directory", "gpu01 gpu04", "at least 0.3 GB/s, the median is 2")],
+        ),
+        ([{"runs_gb_per_second": None}, {"runs_gb_per_second": 0.1}], []),
+    ],
+)
+def test_node_that_is_slow_compared_with_the_median_is_named(
+    changes: list[dict[str, Any]], slow: list[tuple[str, str, str]]
+) -> None:
+    found = merge(compare([replace(node, **changed) for node, changed in zip(NODES, changes, strict=False)]))
+    costly = [(one.check, one.where, one.value) for one in found if one.severity is Severity.COST]
+    assert costly == slow

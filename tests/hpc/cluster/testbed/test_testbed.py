@@ -18,7 +18,6 @@ from hpc.cluster.testbed import daemons, layout
 from hpc.slurm import client
 
 ROOT = Path(__file__).parents[4]
-PATHS = layout.TestbedPaths(Path("/run/torchrelay-testbed"))
 # A user with an entry in /etc/passwd and with no rights.
 AS_NOBODY = ("setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups")
 JOB_NAME = "torchrelay-test"
@@ -90,9 +89,9 @@ def nobody(slurm: Slurm) -> Slurm:
 
 
 def test_up_again_changes_nothing(testbed: dict[str, Any]) -> None:
-    before = (PATHS.run / "slurmctld.pid").read_text()
+    before = (layout.RUN / "slurmctld.pid").read_text()
     answer = type_testbed("up")
-    assert (PATHS.run / "slurmctld.pid").read_text() == before
+    assert (layout.RUN / "slurmctld.pid").read_text() == before
     assert answer["slurm_conf"] == testbed["slurm_conf"] == str(client.running_slurm_conf())
     assert [node["name"] for node in answer["nodes"]] == ["gpu01", "gpu02", "gpu03", "gpu04"]
 
@@ -117,7 +116,7 @@ def test_jobs_share_a_node(slurm: Slurm) -> None:
 def test_secrets_are_roots_alone(nobody: Slurm) -> None:
     assert nobody("cat", nobody.slurm_conf)
     with pytest.raises(AssertionError, match="Permission denied"):
-        nobody("cat", str(PATHS.munge_key))
+        nobody("cat", str(layout.MUNGE_KEY))
 
 
 def test_killed_node_falls_silent_then_down_and_comes_back(slurm: Slurm) -> None:
@@ -176,7 +175,7 @@ def traces(box: Box) -> dict[str, list[str]]:
 
 
 def hostname_in_a_job(box: Box) -> str:
-    return call(*box, "srun", "--gpus-per-node=1", "hostname", slurm_conf=str(PATHS.slurm_conf))
+    return call(*box, "srun", "--gpus-per-node=1", "hostname", slurm_conf=str(layout.SLURM_CONF))
 
 
 def test_down_leaves_nothing_behind(box: Box) -> None:
@@ -184,7 +183,7 @@ def test_down_leaves_nothing_behind(box: Box) -> None:
     before = traces(box)
     type_testbed("up", prefix=box)
     stray = "setsid --fork sleep infinity; sleep infinity"
-    call(*box, "sbatch", "--output=/dev/null", f"--wrap={stray}", slurm_conf=str(PATHS.slurm_conf))
+    call(*box, "sbatch", "--output=/dev/null", f"--wrap={stray}", slurm_conf=str(layout.SLURM_CONF))
     wait_for(lambda: traces(box)["processes"].count("sleep") >= before["processes"].count("sleep") + 2)
     type_testbed("kill-node", "gpu03", prefix=box)
     assert type_testbed("down", prefix=box) == {"schema": 1, "up": False, "slurm_conf": None, "nodes": []}
@@ -194,7 +193,7 @@ def test_down_leaves_nothing_behind(box: Box) -> None:
 @pytest.mark.parametrize("victim", ["slurmctld", "munged", "gpu01"])
 def test_up_mends_what_was_killed(box: Box, victim: str) -> None:
     type_testbed("up", *SMALL, prefix=box)
-    call(*box, "sh", "-c", f"kill -KILL $(cat {PATHS.run}/{victim}.pid)")
+    call(*box, "sh", "-c", f"kill -KILL $(cat {layout.RUN}/{victim}.pid)")
     assert [node["state"] for node in type_testbed("up", *SMALL, prefix=box)["nodes"]] == ["idle"]
     assert hostname_in_a_job(box) == "gpu01"
 
@@ -202,7 +201,7 @@ def test_up_mends_what_was_killed(box: Box, victim: str) -> None:
 @pytest.mark.parametrize("seconds", [0.3, 0.5, 0.7])
 def test_up_goes_on_after_an_interrupted_up(box: Box, seconds: float) -> None:
     type_testbed("down", prefix=box)
-    killed = ("timeout", "--signal=KILL", str(seconds), sys.executable, "-m", "hpc.cluster.testbed", "up", *SMALL)
+    killed = ("timeout", "--signal=KILL", str(seconds), sys.executable, "-m", "hpc.testbed", "up", *SMALL)
     subprocess.run([*box, *killed], cwd=ROOT, capture_output=True, check=False, timeout=60)
     assert [node["state"] for node in type_testbed("up", *SMALL, prefix=box)["nodes"]] == ["idle"]
 
@@ -218,7 +217,7 @@ def test_two_at_once_and_another_shape(box: Box) -> None:
 def test_node_that_is_back_before_slurm_missed_it_has_lost_its_job(box: Box) -> None:
     type_testbed("up", *SMALL, prefix=box)
     script = '--wrap=test -n "$SLURM_RESTART_COUNT" || sleep infinity'
-    slurm = Slurm(str(PATHS.slurm_conf), ROOT, box)
+    slurm = Slurm(str(layout.SLURM_CONF), ROOT, box)
     job = slurm("sbatch", "--parsable", "--output=/dev/null", script)
     wait_for(lambda: slurm.field(job, "%T") == "RUNNING")
     type_testbed("kill-node", "gpu01", prefix=box)
@@ -237,15 +236,15 @@ def test_mistakes_are_answered_in_a_line_that_helps(box: Box) -> None:
         "import os, sys; from hpc.commands.cluster.testbed import main; os.seteuid(65534); sys.exit(main(['down']))"
     )
     assert "needs root" in fails(*box, sys.executable, "-c", as_nobody)
-    assert call(*box, *testbed_verb, "down") == f"ended the testbed of {PATHS.root}"
-    assert call(*box, *testbed_verb, "down") == f"there is no testbed in {PATHS.root}"
+    assert call(*box, *testbed_verb, "down") == f"ended the testbed of {layout.ROOT}"
+    assert call(*box, *testbed_verb, "down") == f"there is no testbed in {layout.ROOT}"
     assert "hpc.testbed up" in fails(*box, *testbed_verb, "revive-node", "gpu01")
 
 
 def test_accounting_remembers_how_a_job_ended(box: Box) -> None:
     need("slurmdbd", "mariadbd")
     type_testbed("up", *SMALL, "--accounting", prefix=box)
-    slurm = Slurm(str(PATHS.slurm_conf), ROOT, (*box, *AS_NOBODY))
+    slurm = Slurm(str(layout.SLURM_CONF), ROOT, (*box, *AS_NOBODY))
     job = slurm("sbatch", "--parsable", "--output=/dev/null", "--gpus-per-node=1", "--wrap=exit 3")
     ask = ("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", "--format=user,state,exitcode")
     wait_for(lambda: slurm(*ask) == "nobody|FAILED|3:0")

@@ -55,4 +55,4 @@ def test_bash_and_fish_offer_verbs_flags_and_values(scripts: Path, typed: tuple[
 def test_zsh_can_read_its_script_and_every_verb_is_completed(scripts: Path) -> None:
     if zsh := shutil.which("zsh"):
         assert completed(zsh, "-n", scripts / "zsh") == set()
-    assert OPTIONS.keys() == {*VERBS, *PROGRAMS} - {"preflight"}, "all but the one without flags"
+    assert OPTIONS.keys() == {*VERBS, *PROGRAMS}

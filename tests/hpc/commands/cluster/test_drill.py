@@ -56,8 +56,6 @@ def target(*, cluster: str = "slurm", testbed: bool = False) -> DrillTarget:
     [
         ("worker-kill", True, ["srun", "--jobid=7", "--overlap"], ["/r/x", "kill", "3"]),
         ("hang", False, ["srun", "--jobid=7"], ["/r/x", "stop", "3"]),
-        ("disk-full", False, ["srun"], ["/r/x", "full", "3"]),
-        ("term", True, ["scancel", "--signal=TERM", "7.0"], ["7.0"]),
         ("preempt", True, ["sbatch", "--partition=urgent"], ["--wrap=true"]),
         ("preempt", False, ["scontrol", "requeue", "7"], ["7"]),
         ("node-kill", True, [sys.executable, "-m", "hpc", "testbed"], ["kill-node", "gpu02"]),
@@ -105,7 +103,6 @@ def chosen(run: RunDir, *events: Event, **flags: Any) -> DrillTarget:
 def test_last_rank_and_node_are_the_defaults(run: RunDir) -> None:
     by_default = chosen(run)
     assert (by_default.rank, by_default.node) == (3, "b"), "not the first node"
-    assert chosen(run, train_started(4.0), kind="disk-full").rank == 0, "who writes the checkpoints"
     told = chosen(run, rank=1, node="a")
     assert (told.rank, told.node) == (1, "a")
 
@@ -115,7 +112,6 @@ def test_last_rank_and_node_are_the_defaults(run: RunDir) -> None:
     [
         ({"rank": 4}, "--rank is 4: use 0 to 3"),
         ({"node": "c"}, "--node is 'c': use one of b, a"),
-        ({"kind": "disk-full"}, "run r saves nothing with state()"),
     ],
 )
 def test_bad_target_is_refused(run: RunDir, flags: dict[str, Any], message: str) -> None:
@@ -173,35 +169,6 @@ def test_rank_is_stopped_or_killed(
     assert drill_faults.main([str(run.path), "kill", "0"]) == 0
     wait_for(lambda: process_state(rank) is None)
     assert capsys.readouterr().out == f"{rank}\n" * 2
-
-
-WRITER = """
-import sys, time
-while True:
-    try:
-        with open(sys.argv[1], "wb") as large:
-            large.write(bytes(1 << 20))
-        word = "written"
-    except OSError:
-        word = "refused"
-    with open(sys.argv[2], "a") as log:
-        log.write(word + chr(10))
-    time.sleep(0.02)
-"""
-
-
-def test_full_disk_lasts_a_while(
-    run: RunDir, memory: NodeDir, spawn: Callable[..., Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(drill_faults, "_FULL_SECONDS", 0.5)
-    log = tmp_path / "log"
-    start_rank(
-        memory, 0, spawn, code=f"import sys; sys.argv = ['-c', {str(tmp_path / 'large')!r}, {str(log)!r}]" + WRITER
-    )
-    wait_for(lambda: log.exists() and "written" in log.read_text())
-    assert drill_faults.main([str(run.path), "full", "0"]) == 0
-    assert "refused" in log.read_text()
-    wait_for(lambda: log.read_text().endswith("written\n"))
 
 
 PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', 'import time; time.sleep(300)'])"
