@@ -240,9 +240,8 @@ class _Agent:
     def _train(self) -> None:
         """Stage the data, then take part in each round that includes this node. Report errors, but raise defects."""
         try:
-            threads = threads_per_rank(self._node.allocation, self._node.spec.resources.ranks_per_node)
             python = self._node.spec.python or sys.executable
-            setup = RankSetup(data=None, python=python, threads=threads, standby=self._standby)
+            setup = RankSetup(data=None, python=python, standby=self._standby)
             if self._node.spec.stage_env is None:
                 prepare_round(self._node, self._monitor, setup)
             self._record_joined()
@@ -320,25 +319,6 @@ class _Agent:
             time.sleep(_POLL_SECONDS)
         channel.close()
         return 0
-
-
-def threads_per_rank(allocation: NodeAllocation, num_ranks: int) -> int:
-    """Share the usable CPUs among the machine's ranks, `num_ranks` per node. Returns the threads per rank, at least 1.
-
-    Raises:
-        TorchrelayError: this process may use fewer cores than the job was given.
-    """
-    usable, machine = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    if allocation.cpus is not None and usable < min(allocation.cpus, machine):
-        raise TorchrelayError(
-            f"{allocation.host} lets the job use {usable} of the {allocation.cpus} CPUs it asked for: the job "
-            "inherited the CPU binding of another job's shell; type `unset SLURM_CPU_BIND` before sbatch, or submit "
-            "with hpc submit"
-        )
-    # Without binding, a process may use the cores of other jobs as well.
-    usable = min(usable, allocation.cpus or usable)
-    sharing = num_ranks * (allocation.num_nodes if allocation.cluster == "local" else 1)
-    return max(1, usable // sharing)
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coo
         fields = {key: getattr(failure, key) for key in ("detail", "failed_at", "node", "rank", "signature")}
         # Record the failure's own step, because it has decided whether the run may restart.
         last_step = last_step if failure.step is None else failure.step
-        counted = failure.counted_steps
+        counted = failure.counted_steps or counted
     ended = AttemptEnded(attempt=node.attempt.attempt, cause=cause, step=last_step, counted_steps=counted, **fields)
     if not record_end(node, ended):
         return 1  # other agents, which have lost contact with this one, have ended the attempt

@@ -27,7 +27,7 @@ _TRAINING = {"pack", "pack_size", "recipe", *(field.name for field in dataclasse
 _RARE = {
     "debug", "device", "container", "stage_keep", "stage_timeout", "python", "stage_env", "interface", "port_range",
     "notify", "notify_interruptions", "tracker", "grace_period", "stop_signal", "continue_with", "start_once",
-    "time_min", "health_check", "evict_slow",
+    "time_min", "health_check",
 }  # fmt: skip
 
 

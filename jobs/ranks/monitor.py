@@ -4,6 +4,7 @@ import json
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import inf
@@ -12,16 +13,16 @@ from typing import Any
 
 from hpc.base.kernel import activity, children, process_state, steady_time
 from hpc.run.causes import Cause, cause_of_exit
-from hpc.run.events.kinds import MemoryEmptied, NotForked, RankFailed
+from hpc.run.events.kinds import NotForked, RankFailed
 from hpc.run.nodedir import HeldNodeDir, NodeDir
 from jobs.control.agent_clock import AgentClock
 from jobs.control.channel import ControlChannel, ControlClient
 from jobs.control.messages import RankFailure, RankHeartbeat, RankStart
 from jobs.control.rank_health import COUNTED, UNWATCHED
 from jobs.control.silent_nodes import Patience
-from jobs.node_attempt import NodeAttempt, log
+from jobs.node_attempt import HANGS_SECONDS, NodeAttempt, log
 from jobs.ranks.input_check import InputCheck
-from jobs.ranks.left_out_files import find_left_out
+from jobs.ranks.left_out_files import find_left_out, names_missing_file
 from jobs.ranks.script.step_counter import read_count
 from jobs.stop_request import StopRequest
 
@@ -286,6 +287,8 @@ class NodeMonitor:
         self.input_check: InputCheck | None = None
         """Explains failures of ranks; None if this node reads no staged copy."""
         self._failures: tuple[RankFailure, ...] = ()
+        self._searches = dict[RankFailure, tuple[Future[str | None], float]]()
+        """For a failure that names a missing file: what a thread finds, and until when that is awaited."""
         self.last_step = 0
         """The last step that a rank of this node has done in this attempt."""
         self.counted_steps: int | None = None
@@ -318,30 +321,41 @@ class NodeMonitor:
     def _restore_node_dir(self) -> None:
         """Restore the run's directory on this node: without it, a rank could report neither a failure nor a hang."""
         if self._held.restore():
-            detail = f"{self.node_dir.path} was emptied, and its snapshots are lost"
-            self._node.record(MemoryEmptied(node=self._node.host, detail=detail))
-            log(detail)
+            log(f"{self.node_dir.path} was emptied, and its snapshots are lost")
 
     def _report_slow_start(self) -> None:
         """Report once that this node's ranks are not forked, and so must import torch themselves."""
         if self._is_not_forked or (reason := _read(self.node_dir.not_forked)) is None:
             return
         self._is_not_forked = True
-        self._node.record(NotForked(node=self._node.host, **reason))
+        self._node.record_later(NotForked(node=self._node.host, **reason))
         log(f"each rank on {self._node.host} imports torch itself: {reason['detail']}")
 
-    def _with_advice(self, failure: RankFailure) -> RankFailure:
-        """Return the failure of a rank that misses a file of the user as bad input, with what the user must type."""
-        if failure.cause is not Cause.CRASHED:
-            return failure
-        find = partial(find_left_out, self._node.run, self._node.spec, failure.detail)
-        advice = self._node.storage.ask(find, otherwise=None)
-        return replace(failure, cause=Cause.BAD_INPUT, detail=f"{failure.detail}: {advice}") if advice else failure
+    def _advised(self, failures: list[RankFailure]) -> list[RankFailure]:
+        """Return the failures to report now. One that names a missing file waits until a thread has looked for the file.
+
+        The failure of a rank that misses a file of the user is bad input, with what the user must type.
+        """
+        for failure in failures:
+            if failure.cause is Cause.CRASHED and names_missing_file(failure.detail):
+                find = partial(find_left_out, self._node.run, self._node.spec, failure.detail)
+                self._searches[failure] = self._node.storage.request(find), time.monotonic() + HANGS_SECONDS
+        advised = [failure for failure in failures if failure not in self._searches]
+        for failure, (search, deadline) in list(self._searches.items()):
+            if search.done() or time.monotonic() > deadline:
+                del self._searches[failure]
+                advice = search.result() if search.done() else None
+                detail = f"{failure.detail}: {advice}"
+                advised.append(replace(failure, cause=Cause.BAD_INPUT, detail=detail) if advice else failure)
+        return advised
 
     def finish_round(self) -> None:
         """Report how the ranks ended. The coordinator must know this before it learns that torchrun has ended."""
         self._next = 0.0
         self.poll()
+        while self._searches:
+            time.sleep(_INTERVAL_SECONDS)
+            self.poll()
 
     def poll(self) -> None:
         """Report the state of the ranks and run the callbacks; do nothing if the last poll was less than 0.2 s ago."""
@@ -352,9 +366,9 @@ class NodeMonitor:
         self._report_slow_start()
         failures = self.ranks.new_failures(self._channel.clock_skew_seconds)
         failures = self.input_check.explained(failures) if self.input_check else failures
-        failures = [self._with_advice(failure) for failure in failures]
+        failures = self._advised(failures)
         for failure in failures:
-            self._node.record(RankFailed(**asdict(failure)))
+            self._node.record_later(RankFailed(**asdict(failure)))
         self._failures = (*self._failures, *failures)[-_KEPT_FAILURES:]
         # In this order: the heartbeat of a rank that has replaced another one must not be that of the other one.
         starts, heartbeats = self.ranks.starts(), self.ranks.heartbeats()

@@ -19,9 +19,8 @@ from hpc.run.events.history import History
 from hpc.run.events.kinds import NodeLost
 from hpc.run.rundir import RunDir
 from hpc.run.spec import Resources
-from jobs.agent import threads_per_rank
 from jobs.node_attempt import NodeAllocation
-from jobs.ranks.round import rank_environment
+from jobs.ranks.round import rank_environment, threads_per_rank
 
 
 def allocation(cluster: str = "slurm", nodes: int = 2, node_rank: int = 0, cpus: int | None = 2) -> NodeAllocation:

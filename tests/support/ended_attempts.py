@@ -15,7 +15,8 @@ from hpc.run.rundir import RunDir
 from hpc.run.spec import Resources, RunSpec
 from jobs import ending
 from jobs.claim import event_file
-from jobs.control.coordinator import Coordinator, Failure
+from jobs.control.coordinator import Coordinator
+from jobs.control.failures import Failure
 from jobs.control.messages import Phase
 from jobs.node_attempt import NodeAllocation, NodeAttempt
 from jobs.stop_request import StopRequest

@@ -104,7 +104,9 @@ class CoordinatedAttempt:
     def poll(self, seconds: float = 0.0) -> None:
         """Look at the statuses after some seconds."""
         self.clock.advance(seconds)
-        self.coordinator.poll()
+        for _ in range(2):  # the second time with what the storage has answered
+            self.coordinator.poll()
+            self.node.storage.finish()
 
     def beat(self, node_rank: int, **fields: Any) -> RankHeartbeat:
         """Report a heartbeat of the node's rank, which has the same number."""

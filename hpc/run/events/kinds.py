@@ -249,13 +249,6 @@ class NodeFailed(Event, frozen=True, kw_only=True):
     detail: str | None = None
 
 
-class MemoryEmptied(Event, frozen=True, kw_only=True):
-    """Somebody has emptied the run's directory on a node, and its agent has made the directory again."""
-
-    node: str
-    detail: str | None = None
-
-
 class NotForked(Event, frozen=True, kw_only=True):
     """Each rank of a node started a Python of its own, because forks of torchrun cannot use the GPUs there."""
 

@@ -429,22 +429,6 @@ def test_straggler_is_recorded(attempt: AttemptMaker, capsys: pytest.CaptureFixt
     )
 
 
-@pytest.mark.parametrize(("evict_slow", "members"), [(True, (0, 2)), (False, (0, 1))])
-def test_spare_takes_the_place_of_a_straggler_if_asked(
-    attempt: AttemptMaker, evict_slow: bool, members: tuple[int, ...]
-) -> None:
-    recovery = Recovery(spares=1, evict_slow=evict_slow)
-    slow = attempt(resources=Resources(nodes="2"), recovery=recovery)
-    slow.nodes.directive = replace(slow.nodes.directive, members=(0, 1))
-    slow.nodes.report(2, phase=Phase.READY)
-    for seconds in (0.0, 11.0, 0.0):
-        for rank in range(2):
-            slow.beat(rank, busy_seconds=0.4 if rank == 1 else 0.1)
-        slow.poll(seconds)
-    assert slow.nodes.directive.members == members
-    assert slow.coordinator.bad_nodes == ({1} if evict_slow else set())
-
-
 def test_ranks_that_do_nothing_are_recorded_and_left_alone(
     attempt: AttemptMaker, capsys: pytest.CaptureFixture[str]
 ) -> None:

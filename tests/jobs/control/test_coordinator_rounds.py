@@ -9,7 +9,8 @@ from support.reported_nodes import HOSTS, AttemptMaker, CoordinatedAttempt
 from hpc.run.causes import Cause
 from hpc.run.spec import Recovery, Resources
 from hpc.run.spec_file import script_program
-from jobs.control.coordinator import Coordinator, Failure
+from jobs.control.coordinator import Coordinator
+from jobs.control.failures import Failure
 from jobs.control.messages import Phase
 from jobs.stop_request import STOP_SIGNALS
 

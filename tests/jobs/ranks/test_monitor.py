@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from support.events import recorded, script_spec
+from support.events import script_spec
 from support.waiting import wait_for
 
 from hpc.base.kernel import children
@@ -29,7 +29,7 @@ from jobs.stop_request import StopRequest
 
 
 def test_rank_whose_node_emptied_the_memory_still_says_how_it_failed(
-    node: NodeAttempt, held: HeldNodeDir, monkeypatch: pytest.MonkeyPatch
+    node: NodeAttempt, held: HeldNodeDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(monitor, "_INTERVAL_SECONDS", 0.0)
     node.run.events.mkdir()
@@ -44,7 +44,7 @@ def test_rank_whose_node_emptied_the_memory_still_says_how_it_failed(
     assert subprocess.run(wrapper, env=environment, check=False).returncode == 1
     ranks.poll()
     assert [failure.rank for failure in channel.status.failures] == [3]
-    assert len(recorded(node, "memory_emptied")) == 1
+    assert capsys.readouterr().out.count("was emptied, and its snapshots are lost") == 1
     channel.close()
 
 
@@ -64,7 +64,7 @@ def test_missing_file_of_the_user_is_reported_without_a_check_of_the_staged_copy
         "out_of_memory": False, "step": None, "detail": "FileNotFoundError: No such file or directory: 'late.csv'",
     }  # fmt: skip
     (held.files.exits / "1-0.json").write_text(json.dumps(fields))
-    ranks.poll()
+    ranks.finish_round()
     [failure] = channel.status.failures
     assert failure.cause is Cause.BAD_INPUT
     assert f"{tmp_path}/late.csv exists, but not in the run's code" in failure.detail

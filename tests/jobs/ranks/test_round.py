@@ -24,7 +24,7 @@ from jobs.ranks.round import RankSetup, run_round
 from jobs.ranks.standby import Standby
 from jobs.stop_request import StopRequest
 
-SETUP = RankSetup(data=None, python=sys.executable, threads=1, standby=Standby())
+SETUP = RankSetup(data=None, python=sys.executable, standby=Standby())
 
 
 @pytest.fixture
