@@ -123,8 +123,7 @@ def _run_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation, stop: S
         attempt, status = joined, NodeStatus(node_rank=allocation.node_rank)
         hosts = first_node_hosts(allocation.first_node, attempt.addresses, spec.network.interface)
         channel = ControlClient(hosts, attempt.port, attempt.secret, status, timeout_seconds=spec.stage_timeout_seconds)
-    writer = claim.event_file(run, attempt.attempt, allocation.node_rank)
-    node = NodeAttempt(run=run, spec=spec, allocation=allocation, attempt=attempt, writer=writer)
+    node = NodeAttempt(run=run, spec=spec, allocation=allocation, attempt=attempt)
     try:
         return _take_part(node, channel, stop)
     except Exception as error:  # noqa: BLE001 - whatever it is, the attempt must not stay claimed for ever

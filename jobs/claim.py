@@ -15,7 +15,7 @@ from hpc.run.causes import JobState
 from hpc.run.events import ledger
 from hpc.run.events.attempts import Attempt, attempts_of
 from hpc.run.events.history import History
-from hpc.run.events.kinds import Claimed, Deferred, Refused, StartedNothing
+from hpc.run.events.kinds import Claimed, Refused
 from hpc.run.events.ledger import EventWriter, claim_file, record_once
 from hpc.run.rundir import RunDir
 from hpc.slurm import client as slurm
@@ -33,11 +33,6 @@ _CONTROLLER_SECONDS = 480.0
 
 class FirstNodeLostError(TorchrelayError):
     """The first node was lost before its agent had claimed an attempt."""
-
-
-def event_file(run: RunDir, attempt: int, node_rank: int) -> EventWriter:
-    """Return the writer of one node's event file in one attempt."""
-    return EventWriter(ledger.agent_file(run, attempt, node_rank), attempt)
 
 
 def claim_next(
@@ -137,26 +132,17 @@ def claim(
     return attempts_of([claimed])[0]
 
 
-def refuse(run: RunDir, allocation: NodeAllocation, reason: str) -> None:
-    """Tell the other nodes' agents that this job start makes no attempt, and why."""
-    event = Refused(job_id=allocation.job_id, restart=allocation.restart, detail=reason)
-    _file_of_start(run, allocation).append(event)
-
-
-def defer(run: RunDir, allocation: NodeAllocation, reason: str) -> None:
-    """Tell the other nodes' agents that this job start makes no attempt, because the run waits for other runs."""
-    event = Deferred(job_id=allocation.job_id, restart=allocation.restart, detail=reason)
-    _file_of_start(run, allocation).append(event)
-
-
-def _file_of_start(run: RunDir, allocation: NodeAllocation) -> EventWriter:
-    return EventWriter(run.events / f"job-{allocation.job_id}-{allocation.restart}.jsonl")
+def refuse(run: RunDir, allocation: NodeAllocation, reason: str, *, waits: bool = False) -> None:
+    """Tell the other nodes' agents that this job start makes no attempt, and why; `waits` is for other runs."""
+    job_id, restart = allocation.job_start
+    writer = EventWriter(run.events / f"job-{job_id}-{restart}.jsonl")
+    writer.append(Refused(job_id=job_id, restart=restart, detail=reason, waits=waits))
 
 
 def why_nothing_started(history: History, allocation: NodeAllocation) -> str | None:
-    """Return why this job start makes no attempt; None if no agent has refused or deferred it."""
-    own = (one for one in history.of(StartedNothing) if (one.job_id, one.restart) == allocation.job_start)
-    return next((one.detail for one in own), None)
+    """Return why this job start makes no attempt; None if no agent has refused it."""
+    refusals = history.of(Refused)
+    return next((event.detail for event in refusals if (event.job_id, event.restart) == allocation.job_start), None)
 
 
 def join(
@@ -182,7 +168,7 @@ def join(
         if (
             newest is not None
             and (newest.job_id, newest.restart) == allocation.job_start
-            and not event_file(run, newest.attempt, allocation.node_rank).path.exists()
+            and not ledger.agent_file(run, newest.attempt, allocation.node_rank).exists()
         ):
             if newest.ended:
                 raise TorchrelayError(f"attempt {newest.attempt} ended before this node could join it")

@@ -34,7 +34,7 @@ def must_wait(run: RunDir, spec: RunSpec, allocation: NodeAllocation) -> bool:
         return False
     job_id, problem = allocation.job_id, next((one.problem for one in waits if one.problem), None)
     reason = problem or f"it waits for {', '.join(f'run {one.run.name}' for one in waits)}"
-    claim.defer(run, allocation, reason)
+    claim.refuse(run, allocation, reason, waits=True)
     log(f"this job goes back into the queue: {reason}")
     if problem is None:
         slurm.requeue(job_id)

@@ -68,7 +68,7 @@ def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coo
         # Save before asking Slurm: it may take half a minute to answer, and may end the job meanwhile.
         save_snapshot(node, monitor.node_dir)
     ending = _inspect_ending(
-        node, coordinator.signal, failure.cause if failure else Cause.CRASHED, done=coordinator.done
+        node, coordinator.signal, Cause(failure.cause if failure else Cause.CRASHED), done=coordinator.done
     )
     cause = cause_of(ending)
     last_step, counted = None, None if node.reports_steps else coordinator.counted.done
@@ -283,8 +283,7 @@ def replace_job_without_first_node(run: RunDir, spec: RunSpec, allocation: NodeA
     log(detail)
     # No rank has started in this job, so even with --start-once another one may follow.
     attempt = claim.claim_next(run, allocation, port=0, secret="")
-    writer = claim.event_file(run, attempt.attempt, allocation.node_rank)
-    node = NodeAttempt(run=run, spec=spec, allocation=allocation, attempt=attempt, writer=writer)
+    node = NodeAttempt(run=run, spec=spec, allocation=allocation, attempt=attempt)
     step = (handover.last_step(run) or 0) if spec.program.reports_steps else None
     number = attempt.attempt
     ended = AttemptEnded(attempt=number, cause=Cause.NODE_FAILURE, step=step, detail=detail, node=allocation.first_node)

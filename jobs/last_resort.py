@@ -80,10 +80,7 @@ def _do_the_rest(argv: list[str]) -> int:
     send_heartbeats(run)  # saving a snapshot, or waiting for Slurm's controller, may take minutes
     number = exit_code - _BY_SIGNAL
     killed_by = next((each.name for each in signal.Signals if each == number), None)
-    node = NodeAttempt(
-        run=run, spec=spec, allocation=allocation, attempt=attempt,
-        writer=claim.event_file(run, attempt.attempt, allocation.node_rank),
-    )  # fmt: skip
+    node = NodeAttempt(run=run, spec=spec, allocation=allocation, attempt=attempt)
     if attempt.cause is not None:
         return continue_ended_run(node, Cause(attempt.cause))
     ended_with = f"ended with {killed_by or f'exit code {exit_code}'}"

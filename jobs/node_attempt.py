@@ -165,7 +165,6 @@ class NodeAttempt:
     spec: RunSpec
     allocation: NodeAllocation
     attempt: Attempt
-    writer: EventWriter
     storage: SharedStorage = field(default_factory=SharedStorage)
     has_unsaved_snapshot: threading.Event = field(default_factory=threading.Event)
     """Set if the newest snapshot could not be saved, and so exists only in this node's memory."""
@@ -174,6 +173,12 @@ class NodeAttempt:
     def host(self) -> str:
         """This node's host name."""
         return self.allocation.host
+
+    @property
+    def writer(self) -> EventWriter:
+        """The writer of this node's events."""
+        number = self.attempt.attempt
+        return EventWriter(ledger.agent_file(self.run, number, self.allocation.node_rank), number)
 
     @cached_property
     def stage_dir(self) -> Path:

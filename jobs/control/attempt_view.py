@@ -4,14 +4,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from jobs.control.messages import Directive, NodeStatus, Phase, RankFailure, RankHeartbeat, RankStart
+from hpc.run.events.kinds import RankFailed
+from jobs.control.messages import ABLE, Directive, NodeStatus, Phase, RankHeartbeat, RankStart
 from jobs.control.rank_starts import ended_ranks
-from jobs.control.round_members import ABLE
+
+# A node that has not reported within this time never will: its file systems are not mounted, or its network is closed.
+_FIRST_REPORT_SECONDS = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptView:
-    """The last directive, and the nodes as they have reported themselves."""
+    """The last directive, the nodes as they have reported themselves, and the limits of the run."""
 
     directive: Directive
     statuses: Mapping[int, NodeStatus]
@@ -19,8 +22,18 @@ class AttemptView:
     hostnames: Sequence[str]
     lost: frozenset[int]
     """Node ranks of silent nodes."""
+    awaited: frozenset[int] = frozenset()
+    """Node ranks of lost nodes whose link may come back."""
     bad_nodes: frozenset[int]
+    """Node ranks of nodes that have failed the preflight, or hang."""
     ranks_per_node: int
+    min_nodes: int
+    max_nodes: int
+    """The most nodes on which the run trains. Further nodes are spares."""
+    waited_seconds: float
+    """Seconds since the attempt began."""
+    failed_rounds: int
+    """Number of successive rounds in which torchrun itself failed."""
 
     @cached_property
     def current(self) -> list[NodeStatus]:
@@ -39,7 +52,7 @@ class AttemptView:
         return [start for status in self.current for start in status.starts]
 
     @property
-    def failures(self) -> set[RankFailure]:
+    def failures(self) -> set[RankFailed]:
         """The failures of ranks that the nodes have reported, in any round."""
         return {failure for status in self.statuses.values() for failure in status.failures}
 
@@ -79,10 +92,19 @@ class AttemptView:
         present = [(node, status) for node, status in self.statuses.items() if node not in self.lost]
         return next((node for node, status in present if rank in {beat.rank for beat in status.heartbeats}), None)
 
-    def spares(self, members: Sequence[int]) -> list[int]:
-        """Return the node ranks of the nodes that could train, but are not members."""
-        able = {rank for rank, status in self.statuses.items() if status.phase in ABLE}
-        return sorted(able - {*members, *self.lost, *self.bad_nodes})
+    @property
+    def able(self) -> list[int]:
+        """Node ranks that could take part in a round now, the lowest first."""
+        able = {node_rank for node_rank, status in self.statuses.items() if status.phase in ABLE}
+        return sorted(able - self.lost - self.bad_nodes)
+
+    @property
+    def num_pending(self) -> int:
+        """Number of nodes that may yet become able."""
+        starting = {node_rank for node_rank, status in self.statuses.items() if status.phase is Phase.STARTING}
+        may_report = self.waited_seconds < _FIRST_REPORT_SECONDS
+        unheard = set(range(len(self.hostnames))) - self.statuses.keys() if may_report else set[int]()
+        return len((starting | unheard) - self.lost - self.bad_nodes | self.awaited)
 
     def names(self, node_ranks: Iterable[int]) -> list[str]:
         """Return the host names of some nodes, sorted by node rank."""

@@ -8,8 +8,10 @@ Connections are authenticated with the attempt's secret, which is in the run dir
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
+
+import msgspec
 
 from hpc.base.kernel import steady_time
 from hpc.base.transport import Connection, DecodeError, Limits, Server, connect
@@ -228,7 +230,7 @@ class ControlClient:
             if _hangs(self.status, self.clock.since(self._reported_at), self._timeout_seconds):
                 raise TimeoutError
             sent_at = steady_time()
-            connection.send(asdict(self.status))
+            connection.send(msgspec.to_builtins(self.status))
             answer = decode(connection.receive(), Answer)
             self._heard, self.first_node_has_ended = time.monotonic(), False
             if answer.directive:

@@ -10,9 +10,11 @@ cause in `attempt_ended` if not.
 
 import time
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+
+from msgspec import structs
 
 from hpc.base.kernel import steady_time
 from hpc.base.text import few, rank_names
@@ -35,12 +37,12 @@ from hpc.slurm import handover
 from jobs.control.attempt_view import AttemptView
 from jobs.control.channel import LOST_SECONDS, ControlServer
 from jobs.control.counted_steps import CountedSteps
-from jobs.control.failures import Failure, budget_with, lack_of_nodes
+from jobs.control.failures import budget_with, lack_of_nodes, with_known_steps
 from jobs.control.messages import OVER, Phase
 from jobs.control.rank_health import COUNTED, StragglerDetector, describe_silence, find_hang, is_silent
 from jobs.control.rank_starts import RankStarts, describe_ended
 from jobs.control.root_failure import RootFailure, explain
-from jobs.control.round_members import MembershipView, decide_round
+from jobs.control.round_members import decide_round
 from jobs.control.silent_nodes import LINK_SECONDS, Patience
 from jobs.node_attempt import HANGS_SECONDS, NodeAttempt, log
 from jobs.senders import start_notifying
@@ -64,7 +66,7 @@ _SPARES_CHECK_SECONDS = 180.0
 class _Unjudged:
     """A failure about which the history of the run decides, which a thread reads."""
 
-    failure: Failure
+    failure: Interrupted
     history: Future[History | None]
     """The history; None if other agents have ended the attempt."""
     asked_at: float
@@ -75,8 +77,8 @@ class Coordinator:
 
     def __init__(self, node: NodeAttempt, server: ControlServer, stop: StopRequest) -> None:
         self._node, self._server, self._stop = node, server, stop
-        self.failure: Failure | None = None
-        """Failure that ended the attempt; None if the attempt ended well, or was asked to stop."""
+        self.failure: Interrupted | None = None
+        """Interrupted that ended the attempt; None if the attempt ended well, or was asked to stop."""
         self.done = False
         """Whether every member's torchrun has ended with 0."""
         self.lost: dict[int, float] = {}
@@ -96,7 +98,7 @@ class Coordinator:
         self._end_checked_at = time.monotonic()
         # What happened before.
         self._interruptions = list[PastInterruption]()
-        self._last_failure: Failure | None = None
+        self._last_failure: Interrupted | None = None
         self._failed_rounds = 0
         self._preflight_passed = {name for event in self._history.of(Checked) for name in event.nodes}
         # The state of what is watched.
@@ -125,8 +127,13 @@ class Coordinator:
             statuses=self._server.statuses(),
             hostnames=self._node.allocation.hostnames,
             lost=frozenset(self.lost),
+            awaited=self._awaited(),
             bad_nodes=frozenset(self.bad_nodes),
             ranks_per_node=self._node.spec.resources.ranks_per_node,
+            min_nodes=self._node.spec.min_nodes,
+            max_nodes=self._node.spec.resources.max_nodes,
+            waited_seconds=time.monotonic() - self._began,
+            failed_rounds=self._failed_rounds,
         )
 
     def poll(self) -> None:
@@ -164,7 +171,7 @@ class Coordinator:
     def _direct(self, **changes: Any) -> None:
         self._server.directive = replace(self._server.directive, **changes)
 
-    def _end(self, failure: Failure | None = None, *, done: bool = False) -> None:
+    def _end(self, failure: Interrupted | None = None, *, done: bool = False) -> None:
         self.failure = failure
         self.done = done
         self._direct(over=True)
@@ -195,14 +202,14 @@ class Coordinator:
         if ended:
             self._end()
 
-    def _notice(self, failure: Failure, restarts: int | None = None) -> None:
+    def _notice(self, failure: Interrupted, restarts: int | None = None) -> None:
         """Have the history read that decides about a failure, whose ranks are being replaced from now on.
 
         If torchrun restarts the ranks, `restarts` says after how many restarts the failed ones had started.
         """
         self.last_step = 0
         self.counted.restart(restarts)
-        self._root_failure.explained_until = max(self._root_failure.explained_until, failure.failed_at)
+        self._root_failure.explained_until = max(self._root_failure.explained_until, failure.failed_at or 0.0)
         read = self._node.storage.request(lambda: None if self._has_ended() else self._node.history())
         self._unjudged.append(_Unjudged(failure=failure, history=read, asked_at=time.monotonic()))
 
@@ -227,8 +234,8 @@ class Coordinator:
         attempt = self._node.attempt.attempt
         return self._node.spec.program.reports_steps or self._history.during(attempt).knows_steps
 
-    def _judge(self, failure: Failure) -> None:
-        failure = failure.with_steps_of(reports_steps=self._knows_steps)
+    def _judge(self, failure: Interrupted) -> None:
+        failure = with_known_steps(failure, reports_steps=self._knows_steps)
         self._last_failure = failure
         interruption, budget = budget_with(failure, self._interruptions, self._history)
         self._interruptions.append(interruption)
@@ -236,7 +243,7 @@ class Coordinator:
             self._end(failure)
             return
         pause = budget.pause_seconds
-        event = Interrupted(round=self._server.directive.round, pause_seconds=pause, **asdict(failure))
+        event = structs.replace(failure, round=self._server.directive.round, pause_seconds=pause)
         self._record(event, f"{failure.cause}: {failure.detail}")
         start_notifying(self._node)
         if pause:
@@ -253,7 +260,7 @@ class Coordinator:
         when it is needed.
         """
         members = view.directive.members
-        needed = members[: self._node.spec.resources.max_nodes]
+        needed = members[: view.max_nodes]
         if not view.directive.preflight or needed == members or self._stop:
             return
         lasts_too_long = time.monotonic() - self._announced > _SPARES_CHECK_SECONDS
@@ -305,7 +312,7 @@ class Coordinator:
         # whether the other ranks finish that step or not.
         step = failure.step if root.step is None else root.step
         counted = failure.counted_steps and max(failure.counted_steps, root.counted_steps or 0)
-        self._notice(replace(failure, step=step, counted_steps=counted), restarts=root.restarts)
+        self._notice(structs.replace(failure, step=step, counted_steps=counted), restarts=root.restarts)
 
     def _all_heard(self) -> bool:
         """Return whether every other member that takes part and is not lost has just reported."""
@@ -341,8 +348,8 @@ class Coordinator:
         # All ranks started until now are killed, so their failures are explained.
         self._root_failure.explained_until = self._root_failure.aborted_at = steady_time()
 
-    def _failure(self, cause: Cause, failed_at: float, detail: str, **fields: Any) -> Failure:
-        return Failure(
+    def _failure(self, cause: Cause, failed_at: float, detail: str, **fields: Any) -> Interrupted:
+        return Interrupted(
             cause=cause, failed_at=failed_at, noticed_at=steady_time(), step=self.last_step, detail=detail,
             counted_steps=self.counted.done, **fields,
         )  # fmt: skip
@@ -400,27 +407,17 @@ class Coordinator:
         if self._node.attempt.start_once and directive.members and not directive.preflight:
             self._end_only_round(view)
             return
-        membership = MembershipView(
-            num_nodes=self._node.allocation.num_nodes,
-            min_nodes=self._node.spec.min_nodes,
-            max_nodes=self._node.spec.resources.max_nodes,
-            statuses=view.statuses,
-            excluded=view.lost | view.bad_nodes,
-            awaited=self._awaited(view),
-            waited_seconds=time.monotonic() - self._began,
-            failed_rounds=self._failed_rounds,
-        )
-        decision = decide_round(directive, membership)
+        decision = decide_round(view)
         if decision.failed:
             self._end_for_lack_of_nodes(decision.failed, view)
         elif decision.done and directive.preflight:
             names = [view.hostnames[node_rank] for node_rank in directive.members]
             self._preflight_passed.update(names)
             self._record(Checked(nodes=tuple(names)))
-            self._announce_round(directive.members[: membership.max_nodes], view)
+            self._announce_round(directive.members[: view.max_nodes], view)
         elif decision.done:
             self._end(done=True)
-        elif decision.members and not self._must_wait(decision.members, membership):
+        elif decision.members and not self._must_wait(decision.members, view):
             self._announce_round(decision.members, view)
         elif decision.wait:
             self._direct(paused=True)
@@ -437,24 +434,21 @@ class Coordinator:
 
     def _end_for_lack_of_nodes(self, reason: str, view: AttemptView) -> None:
         failure = lack_of_nodes(reason, view, self._last_failure, self._failure(Cause.CRASHED, steady_time(), ""))
-        self._end(failure.with_steps_of(reports_steps=self._knows_steps))
+        self._end(with_known_steps(failure, reports_steps=self._knows_steps))
 
-    def _awaited(self, view: AttemptView) -> frozenset[int]:
+    def _awaited(self) -> frozenset[int]:
         """Return the node ranks of lost nodes whose link may come back."""
-        server = self._server
-        silent = {
-            rank: server.silent_seconds(rank) or 0.0
-            for rank in view.lost - view.bad_nodes if not server.has_ended(rank)
-        }  # fmt: skip
+        server, lost = self._server, self.lost.keys() - self.bad_nodes
+        silent = {rank: server.silent_seconds(rank) or 0.0 for rank in lost if not server.has_ended(rank)}
         recent = [rank for rank, seconds in silent.items() if seconds < LINK_SECONDS]
-        limit = self._patience.seconds([view.hostnames[rank] for rank in recent]) if recent else 0.0
+        limit = self._patience.seconds([self._node.allocation.hostnames[rank] for rank in recent]) if recent else 0.0
         return frozenset(rank for rank in recent if silent[rank] < limit)
 
-    def _must_wait(self, members: tuple[int, ...], membership: MembershipView) -> bool:
-        """Return whether the next round must not begin yet: in a pause, and while a first preflight waits for spares."""
+    def _must_wait(self, members: tuple[int, ...], view: AttemptView) -> bool:
+        """Return whether the next round must not begin yet: in a pause, or while a preflight waits for spares."""
         if time.monotonic() < self._paused_until:
             return True
-        if self._server.directive.round > 0 or not membership.num_pending or not self._must_check(members):
+        if view.directive.round > 0 or not view.num_pending or not self._must_check(members):
             return False
         self._enough_since = self._enough_since or time.monotonic()
         return time.monotonic() - self._enough_since < _SPARES_SECONDS
@@ -474,7 +468,7 @@ class Coordinator:
         self._record(RoundStarted(round=number, port=port, members=members))
         if preflight and number == 1:
             # A spare that is checked now can replace a lost node without another preflight.
-            members = (*members, *view.spares(members))
+            members = (*members, *(rank for rank in view.able if rank not in members))
         # The agents have killed the ranks of the last round, or kill them now, so their ends are not failures.
         self._root_failure.explained_until = steady_time()
         self.counted.restart()

@@ -1,14 +1,16 @@
 """The failures that interrupt an attempt or end it, and whether the attempt may go on after one. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+from msgspec import structs
 
 from hpc.base.text import few
 from hpc.run.budget import Budget, PastInterruption, signature_of
 from hpc.run.causes import Cause
 from hpc.run.events.attempts import attempts_of, budget_of
 from hpc.run.events.history import History
-from hpc.run.events.kinds import TrainStarted
+from hpc.run.events.kinds import Interrupted, TrainStarted
 from jobs.control.attempt_view import AttemptView
 from jobs.control.messages import Phase
 from jobs.control.silent_nodes import LINK_SECONDS
@@ -17,31 +19,13 @@ from jobs.control.silent_nodes import LINK_SECONDS
 _RECENT_SECONDS = LINK_SECONDS + 60.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Failure:
-    """A failure that interrupted the training or ended the attempt."""
-
-    cause: Cause
-    failed_at: float
-    noticed_at: float
-    """Time at which the coordinator noticed the failure. Both times are in seconds since the epoch."""
-    step: int | None
-    """The last step that any rank had done; None if unknown, as in a user's script that reports no steps."""
-    detail: str
-    signature: str | None = None
-    """Text by which the same failure is recognized (hpc.run.budget)."""
-    rank: int | None = None
-    node: str | None = None
-    counted_steps: int | None = None
-    """The steps that a script which reports none had done since its ranks started."""
-
-    def with_steps_of(self, *, reports_steps: bool) -> "Failure":
-        """Return the failure with the step if the program reports steps, and else with the counted steps."""
-        return replace(self, counted_steps=None) if reports_steps else replace(self, step=None)
+def with_known_steps(failure: Interrupted, *, reports_steps: bool) -> Interrupted:
+    """Return a failure with its step if the program reports steps, and else with the counted steps."""
+    return structs.replace(failure, **({"counted_steps": None} if reports_steps else {"step": None}))
 
 
 def budget_with(
-    failure: Failure, interruptions: Sequence[PastInterruption], history: History
+    failure: Interrupted, interruptions: Sequence[PastInterruption], history: History
 ) -> tuple[PastInterruption, Budget]:
     """Return a failure of the last attempt in `history` as an interruption, and the budget of the run after it.
 
@@ -51,17 +35,17 @@ def budget_with(
         event
         for event in history.events
         # Leave out the starts of ranks that have already replaced the failed ones.
-        if not isinstance(event, TrainStarted) or event.time < failure.failed_at
+        if not isinstance(event, TrainStarted) or event.time < (failure.failed_at or 0.0)
     )
     interruption = this.interrupted_by(failure.cause, failure.step, failure.signature, failure.failed_at)
     return interruption, budget_of([*earlier, replace(this, interruptions=(*interruptions, interruption))])
 
 
-def lack_of_nodes(reason: str, view: AttemptView, last: Failure | None, this: Failure) -> Failure:
+def lack_of_nodes(reason: str, view: AttemptView, last: Interrupted | None, this: Interrupted) -> Interrupted:
     """Return why too few nodes are left: the `last` failure if it is recent, or `this` with the missing nodes."""
     out = {rank: status for rank, status in view.statuses.items() if status.phase in {Phase.FAILED, Phase.BAD_NODE}}
-    if last and this.noticed_at - last.noticed_at < _RECENT_SECONDS and not out:
-        return replace(last, detail=f"{last.detail}; {reason}")
+    if last and (this.noticed_at or 0.0) - (last.noticed_at or 0.0) < _RECENT_SECONDS and not out:
+        return structs.replace(last, detail=f"{last.detail}; {reason}")
     lost = view.names(view.lost)
     bad_nodes = [view.hostnames[rank] for rank, status in out.items() if status.phase is Phase.BAD_NODE]
     own = next((status.cause for status in out.values()), Cause.CRASHED)
@@ -70,4 +54,6 @@ def lack_of_nodes(reason: str, view: AttemptView, last: Failure | None, this: Fa
     parts += [f"lost contact with {few(lost)}"] if lost else []
     detail = "; ".join([*parts, reason])
     signature = signature_of(detail) if cause is Cause.CRASHED else None
-    return replace(this, cause=cause, detail=detail, node=next(iter([*bad_nodes, *lost]), None), signature=signature)
+    return structs.replace(
+        this, cause=cause, detail=detail, node=next(iter([*bad_nodes, *lost]), None), signature=signature
+    )

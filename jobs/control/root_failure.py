@@ -25,7 +25,7 @@ from math import inf
 from hpc.base.text import rank_names
 from hpc.run.budget import rank_signature
 from hpc.run.causes import Cause, is_consequence, may_have_waited
-from jobs.control.messages import RankFailure
+from hpc.run.events.kinds import RankFailed
 from jobs.control.rank_starts import describe_ended
 
 # Long enough for all agents to report ranks that ended together.
@@ -46,7 +46,7 @@ class RootFailure:
         """Ranks started before this time (seconds since the epoch) ended because of an interruption already known."""
         self.aborted_at = -inf
         """Time at which the coordinator last had all ranks aborted (seconds since the epoch)."""
-        self._handled: set[RankFailure] = set()
+        self._handled: set[RankFailed] = set()
         self._settling_since: float | None = None
 
     @property
@@ -54,7 +54,7 @@ class RootFailure:
         """Whether ranks have failed and the failure that must be handled is not known yet."""
         return self._settling_since is not None
 
-    def find(self, reported: set[RankFailure], *, all_heard: bool) -> RankFailure | None:
+    def find(self, reported: set[RankFailed], *, all_heard: bool) -> RankFailed | None:
         """Return the failure that the coordinator must handle now; None if there is none, or agents have yet to report.
 
         `all_heard` is whether all members have just reported: a silent one may have died and made the others fail.
@@ -81,11 +81,11 @@ class RootFailure:
         self._handled |= {each for each in unhandled if each.started_at <= self.explained_until}
         return root
 
-    def _is_aborted(self, failure: RankFailure) -> bool:
+    def _is_aborted(self, failure: RankFailed) -> bool:
         return failure.signal == "SIGABRT" and 0.0 <= failure.failed_at - self.aborted_at < _ABORT_SECONDS
 
 
-def explain(failure: RankFailure, ended: Sequence[int]) -> tuple[str, str | None]:
+def explain(failure: RankFailed, ended: Sequence[int]) -> tuple[str, str | None]:
     """Return a rank's failure in words, and its signature (hpc.run.budget).
 
     `ended` are the ranks that had started together with it and have ended with exit code 0.
@@ -100,7 +100,7 @@ def explain(failure: RankFailure, ended: Sequence[int]) -> tuple[str, str | None
     return f"{name}: {how}" + describe_ended(ended), signature
 
 
-def _has_lost(aborted: list[float], failure: RankFailure) -> bool:
+def _has_lost(aborted: list[float], failure: RankFailed) -> bool:
     """Return whether a rank failed because it lost an aborted peer that was started together with it."""
     together = any(abs(failure.started_at - started_at) < _TOGETHER_SECONDS for started_at in aborted)
     return together and is_consequence(failure.detail)

@@ -5,11 +5,13 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
+
+from msgspec import structs
 
 from hpc.base.kernel import activity, children, process_state, steady_time
 from hpc.run.causes import Cause, cause_of_exit
@@ -17,7 +19,7 @@ from hpc.run.events.kinds import NotForked, RankFailed
 from hpc.run.nodedir import HeldNodeDir, NodeDir
 from jobs.control.agent_clock import AgentClock
 from jobs.control.channel import ControlChannel, ControlClient
-from jobs.control.messages import RankFailure, RankHeartbeat, RankStart
+from jobs.control.messages import RankHeartbeat, RankStart
 from jobs.control.rank_health import COUNTED, UNWATCHED
 from jobs.control.silent_nodes import Patience
 from jobs.node_attempt import HANGS_SECONDS, NodeAttempt, log
@@ -223,7 +225,7 @@ class LocalRanks:
                 return None
         return fields
 
-    def new_failures(self, clock_skew_seconds: float = 0.0) -> list[RankFailure]:
+    def new_failures(self, clock_skew_seconds: float = 0.0) -> list[RankFailed]:
         """Return the failures of ranks since the last call, with times by the first node's clock."""
         found = []
         records = [(path, _read(path)) for path in sorted(self._node_dir.exits.glob("[0-9]*.json"))]
@@ -235,7 +237,7 @@ class LocalRanks:
                 fields[key] = steady_time(fields[key]) + clock_skew_seconds
             memory, signal, detail = fields.pop("out_of_memory"), fields["signal"], fields["detail"]
             cause = cause_of_exit(fields["exit_code"], signal, memory, detail, self._exit_codes)
-            found.append(RankFailure(node=self._host, round=self._round, cause=cause, **fields))
+            found.append(RankFailed(node=self._host, round=self._round, cause=cause, **fields))
         self._looked_at = time.monotonic()
         return found
 
@@ -286,8 +288,8 @@ class NodeMonitor:
         self._is_not_forked = False
         self.input_check: InputCheck | None = None
         """Explains failures of ranks; None if this node reads no staged copy."""
-        self._failures: tuple[RankFailure, ...] = ()
-        self._searches = dict[RankFailure, tuple[Future[str | None], float]]()
+        self._failures: tuple[RankFailed, ...] = ()
+        self._searches = dict[RankFailed, tuple[Future[str | None], float]]()
         """For a failure that names a missing file: what a thread finds, and until when that is awaited."""
         self.last_step = 0
         """The last step that a rank of this node has done in this attempt."""
@@ -331,8 +333,8 @@ class NodeMonitor:
         self._node.record_later(NotForked(node=self._node.host, **reason))
         log(f"each rank on {self._node.host} imports torch itself: {reason['detail']}")
 
-    def _advised(self, failures: list[RankFailure]) -> list[RankFailure]:
-        """Return the failures to report now. One that names a missing file waits until a thread has looked for the file.
+    def _advised(self, failures: list[RankFailed]) -> list[RankFailed]:
+        """Return the failures to report now. One that names a missing file waits until a thread has looked for it.
 
         The failure of a rank that misses a file of the user is bad input, with what the user must type.
         """
@@ -346,7 +348,7 @@ class NodeMonitor:
                 del self._searches[failure]
                 advice = search.result() if search.done() else None
                 detail = f"{failure.detail}: {advice}"
-                advised.append(replace(failure, cause=Cause.BAD_INPUT, detail=detail) if advice else failure)
+                advised.append(structs.replace(failure, cause=Cause.BAD_INPUT, detail=detail) if advice else failure)
         return advised
 
     def finish_round(self) -> None:
@@ -368,7 +370,7 @@ class NodeMonitor:
         failures = self.input_check.explained(failures) if self.input_check else failures
         failures = self._advised(failures)
         for failure in failures:
-            self._node.record_later(RankFailed(**asdict(failure)))
+            self._node.record_later(failure)
         self._failures = (*self._failures, *failures)[-_KEPT_FAILURES:]
         # In this order: the heartbeat of a rank that has replaced another one must not be that of the other one.
         starts, heartbeats = self.ranks.starts(), self.ranks.heartbeats()

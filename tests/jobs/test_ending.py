@@ -20,7 +20,7 @@ from hpc.run.nodedir import NodeDir
 from hpc.run.spec import Recovery, Resources, RunSpec
 from hpc.slurm import handover
 from jobs import ending, last_resort, node_attempt
-from jobs.claim import claim_next, event_file
+from jobs.claim import claim_next
 from jobs.ending import first_node_is_lost
 from jobs.next_attempt import LostNodes, start_next_attempt
 from jobs.node_attempt import NodeAllocation, NodeAttempt
@@ -65,7 +65,7 @@ def survivor(tmp_path: Path, slurm_command: Command, monkeypatch: pytest.MonkeyP
     slurm_command("scancel", f'echo "$@" >> {tmp_path}/cancelled')
     monkeypatch.setattr(node_attempt, "_ALIVE_SECONDS", 0.05)
     return NodeAttempt(
-        run=run, spec=RunSpec.load(run), allocation=allocation(1, 2), writer=event_file(run, 1, 1),
+        run=run, spec=RunSpec.load(run), allocation=allocation(1, 2),
         attempt=attempts_of(ledger.read(run.events))[0],
     )  # fmt: skip
 
@@ -147,7 +147,7 @@ def node(tmp_path: Path, slurm_command: Command, monkeypatch: pytest.MonkeyPatch
         slurm_command(name, answer)
     slurm_command("sinfo", "printf 'gpu01|idle\\ngpu02|idle*\\n'")
     return NodeAttempt(
-        run=run, spec=RunSpec.load(run), allocation=allocation(0, 2), writer=event_file(run, 1, 0),
+        run=run, spec=RunSpec.load(run), allocation=allocation(0, 2),
         attempt=attempts_of([claimed(1.0, nodes=("gpu01", "gpu02"))])[0],
     )  # fmt: skip
 
@@ -285,7 +285,7 @@ def test_run_that_lost_a_node_goes_on_once_there_is_space(
     slurm_command("sinfo", "case $* in *%P*) echo 'gpu01|gpu*|idle';; *) echo 'gpu02|down';; esac")
     with mounted_volume(tmp_path / "volume", "size=1m") as volume:
         run = recorded_run(volume / "r")
-        there = replace(node, run=run, writer=event_file(run, 1, 0))
+        there = replace(node, run=run)
         space = threading.Timer(0.5, fill(volume).unlink)
         space.start()
         assert start_next_attempt(there, LostNodes(lost=["gpu02"]))

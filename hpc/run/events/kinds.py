@@ -71,20 +71,14 @@ class Submitted(Event, frozen=True, kw_only=True):
     """The nodes that the job excludes."""
 
 
-class StartedNothing(Event, frozen=True, kw_only=True):
-    """The first node's agent has begun no attempt in this start of the job."""
+class Refused(Event, frozen=True, kw_only=True):
+    """The first node's agent begins no attempt in this start of the job: the run is complete, waits or cannot start."""
 
     job_id: str
     restart: Int
     detail: str
-
-
-class Refused(StartedNothing, frozen=True, kw_only=True):
-    """The job ends, because the run is complete or cannot start."""
-
-
-class Deferred(StartedNothing, frozen=True, kw_only=True):
-    """The job returns to the queue, because the run waits for other runs."""
+    waits: bool = False
+    """Whether the run waits for other runs, and the job returns to the queue."""
 
 
 class Requeued(Event, frozen=True, kw_only=True):
@@ -427,21 +421,21 @@ class ImageCorrupt(Event, frozen=True, kw_only=True):
 
 
 class RankFailed(Event, frozen=True, kw_only=True):
-    """The agent of a rank's node reports that the rank has failed."""
+    """The agent of a rank's node reports that the rank has exited with an error."""
 
+    node: str
     round: Int
     rank: Int
     restarts: Int = 0
     """As in RanksStarted."""
+    started_at: Time
     failed_at: Time
-    node: str | None = None
-    exit_code: Int | None = None
+    exit_code: Int
     signal: str | None = None
-    cause: str | None = None
+    cause: str
     step: Int | None = None
     """The last step that this rank had done."""
-    detail: str | None = None
-    started_at: Time | None = None
+    detail: str
     counted_steps: Int | None = None
     """The optimizer steps that the rank of a script had done since its start, if it reports none; None if unknown."""
 

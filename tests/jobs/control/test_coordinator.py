@@ -21,11 +21,12 @@ from support.waiting import wait_for
 
 from hpc.base.kernel import steady_time
 from hpc.run.causes import Cause
+from hpc.run.events.kinds import RankFailed
 from hpc.run.spec import Recovery, Resources
 from hpc.run.spec_file import script_program
 from jobs.control.channel import ControlServer
 from jobs.control.coordinator import Coordinator
-from jobs.control.messages import Directive, Phase, RankFailure, RankHeartbeat
+from jobs.control.messages import Directive, Phase, RankHeartbeat
 from jobs.node_attempt import NodeAttempt
 from jobs.stop_request import STOP_SIGNALS, StopRequest
 from training.config.train_config import TrainConfig
@@ -261,7 +262,7 @@ def test_failures_without_progress_pause(attempt: AttemptMaker) -> None:
 def test_pause_ends_although_a_rank_had_failed_just_before_it(attempt: AttemptMaker) -> None:
     pausing = attempt()
     failed_at = pausing.clock.now
-    failure = RankFailure(
+    failure = RankFailed(
         node="gpu02", round=1, rank=1, restarts=0, started_at=failed_at - 30, failed_at=failed_at, exit_code=1,
         signal=None, cause=Cause.CRASHED, step=7, detail="",
     )  # fmt: skip
@@ -452,7 +453,7 @@ def test_clock_that_is_set_back_hides_no_hang(node: NodeAttempt, monkeypatch: py
     spec = replace(node.spec, **of_training(TrainConfig(data="x")), recovery=Recovery(hang_timeout="1s"))
     coordinator = Coordinator(replace(node, spec=spec), server, StopRequest())
     server.directive = Directive(round=1, members=(0,), port=1)
-    failure = RankFailure(
+    failure = RankFailed(
         node="gpu01", round=1, rank=0, restarts=0, started_at=steady_time() - 20, failed_at=steady_time() - 10,
         exit_code=1, signal=None, cause="crashed", step=7, detail="x",
     )  # fmt: skip

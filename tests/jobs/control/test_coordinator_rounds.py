@@ -7,10 +7,10 @@ import pytest
 from support.reported_nodes import HOSTS, AttemptMaker, CoordinatedAttempt
 
 from hpc.run.causes import Cause
+from hpc.run.events.kinds import Interrupted
 from hpc.run.spec import Recovery, Resources
 from hpc.run.spec_file import script_program
 from jobs.control.coordinator import Coordinator
-from jobs.control.failures import Failure
 from jobs.control.messages import Phase
 from jobs.stop_request import STOP_SIGNALS
 
@@ -189,7 +189,7 @@ def test_signal_of_another_node_counts(attempt: AttemptMaker) -> None:
 # --- too few nodes ---
 
 
-def ended_by(few: CoordinatedAttempt, seconds: float = 0.0) -> Failure:
+def ended_by(few: CoordinatedAttempt, seconds: float = 0.0) -> Interrupted:
     """The failure that has ended the attempt some seconds later."""
     few.poll(seconds)
     assert few.coordinator.failure is not None

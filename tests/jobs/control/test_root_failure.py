@@ -4,15 +4,15 @@ from typing import Any
 
 import pytest
 
+from hpc.run.events.kinds import RankFailed
 from jobs.control import root_failure
-from jobs.control.messages import RankFailure
 from jobs.control.root_failure import RootFailure
 
 
-def failure(rank: int, at: float, **fields: Any) -> RankFailure:
+def failure(rank: int, at: float, **fields: Any) -> RankFailed:
     usual = {"node": f"n{rank}", "round": 1, "restarts": 0, "started_at": 1.0, "exit_code": 1, "signal": None,
              "cause": "crashed", "step": 7, "detail": ""}  # fmt: skip
-    return RankFailure(rank=rank, failed_at=at, **{**usual, **fields})
+    return RankFailed(rank=rank, failed_at=at, **{**usual, **fields})
 
 
 @pytest.fixture
