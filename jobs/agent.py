@@ -33,7 +33,6 @@ from jobs.control.channel import ControlChannel, ControlClient, ControlServer
 from jobs.control.coordinator import Coordinator
 from jobs.control.messages import OVER, Directive, NodeStatus, Phase
 from jobs.control.run_dir_watch import RunDirGoneError, RunDirWatch
-from jobs.deferral import must_wait
 from jobs.ending import (
     await_loss_of_first_node,
     conclude,
@@ -55,7 +54,7 @@ from jobs.node_attempt import (
 from jobs.ranks.health_check import check_health
 from jobs.ranks.monitor import NodeMonitor
 from jobs.ranks.round import RankSetup, prepare_round, run_round
-from jobs.ranks.standby import Standby
+from jobs.ranks.torchrun import Standby
 from jobs.senders import commenting, sending
 from jobs.staging.copy_progress import StagingStopped
 from jobs.staging.node_staging import NodeStaging
@@ -97,7 +96,7 @@ def _run_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation, stop: S
         return 0
     channel: ControlChannel
     if allocation.is_first:
-        if on_storage(partial(must_wait, run, spec, allocation)):
+        if on_storage(partial(claim.must_wait, run, spec, allocation)):
             return 0
         secret = secrets.token_hex(16)
         channel = ControlServer(

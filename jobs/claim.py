@@ -18,8 +18,10 @@ from hpc.run.events.history import History
 from hpc.run.events.kinds import Claimed, Refused
 from hpc.run.events.ledger import EventWriter, claim_file, record_once
 from hpc.run.rundir import RunDir
+from hpc.run.spec import RunSpec
 from hpc.slurm import client as slurm
 from hpc.slurm import handover
+from hpc.slurm.predecessors import dependency, predecessors_of, wait_again
 from jobs.node_attempt import STORAGE_SECONDS, NodeAllocation, ask_slurm, await_storage, log
 
 _POLL_SECONDS = 0.5
@@ -29,6 +31,8 @@ _ENDING_SECONDS = 120.0
 _LOOK_SECONDS = 30.0
 # Longer than a fail-over of Slurm's controller (SlurmctldTimeout, 120 s), but shorter than other agents wait to join.
 _CONTROLLER_SECONDS = 480.0
+# Slurm kills the processes of a requeued job after KillWait, by default 30 s.
+_AFTER_REQUEUE_SECONDS = 20.0
 
 
 class FirstNodeLostError(TorchrelayError):
@@ -83,6 +87,37 @@ def refuse_if_complete(run: RunDir, allocation: NodeAllocation) -> bool:
     log(reason)
     if allocation.is_first:
         refuse(run, allocation, reason)
+    return True
+
+
+def must_wait(run: RunDir, spec: RunSpec, allocation: NodeAllocation) -> bool:
+    """Return whether the run must still wait for other runs. If so, this job is requeued and makes no attempt.
+
+    Such a job started because the jobs of the other runs have ended, but those runs go on in new jobs
+    (hpc.slurm.predecessors). If the wait cannot end, for example because a run that must be complete has failed, the
+    job is held in the queue, like a job whose dependency is never satisfied. `hpc resume` of that run releases it.
+
+    Raises:
+        TorchrelayError: Slurm does not answer, or refuses to requeue the job.
+    """
+    if allocation.cluster != "slurm" or not (spec.after or spec.after_ok):
+        return False
+    jobs = ask_slurm(slurm.jobs, _CONTROLLER_SECONDS)
+    waits = [predecessor for predecessor in predecessors_of(run, spec, jobs) if not predecessor.is_over]
+    if not waits:
+        return False
+    job_id = allocation.job_id
+    problem = next((predecessor.problem for predecessor in waits if predecessor.problem), None)
+    reason = problem or f"it waits for {', '.join(f'run {predecessor.run.name}' for predecessor in waits)}"
+    refuse(run, allocation, reason, waits=True)
+    log(f"this job goes back into the queue: {reason}")
+    if problem is None:
+        slurm.requeue(job_id)
+        ask_slurm(lambda: slurm.update(job_id, Dependency=dependency(run, spec, jobs)), _AFTER_REQUEUE_SECONDS)
+    else:
+        slurm.requeue_held(job_id)
+        # If the other run got a new job before this one was held, release this one to wait for the new job.
+        ask_slurm(lambda: wait_again(run, job_id, slurm.jobs(), held=True), _AFTER_REQUEUE_SECONDS)
     return True
 
 

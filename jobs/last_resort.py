@@ -29,7 +29,6 @@ from hpc.run.spec import RunSpec
 from hpc.slurm import client as slurm
 from hpc.slurm import handover, job_fields
 from jobs import claim
-from jobs.deferral import must_wait
 from jobs.ending import conclude_failed_agent, continue_ended_run
 from jobs.node_attempt import (
     NodeAllocation,
@@ -123,7 +122,7 @@ def _unfinished_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation) 
     if history.is_complete or is_replaced:
         return None
     # A run waits for other runs only before its first attempt, so claim that attempt only after the wait.
-    return None if must_wait(run, spec, allocation) else claim.claim_next(run, allocation, 0, "")
+    return None if claim.must_wait(run, spec, allocation) else claim.claim_next(run, allocation, 0, "")
 
 
 if __name__ == "__main__":

@@ -49,8 +49,7 @@ from jobs.node_attempt import NodeAllocation, NodeAttempt, log
 from jobs.ranks.monitor import NodeMonitor
 from jobs.ranks.rank_program import TopLevel, program_argv
 from jobs.ranks.slurm_variables import node_lists
-from jobs.ranks.standby import Standby
-from jobs.ranks.torchrun import Torchrun
+from jobs.ranks.torchrun import Standby, Torchrun
 from jobs.ranks.torchrun_command import MAX_RESTARTS, PROCESS_WRAPPER, Rendezvous, torchrun_argv, torchrun_environment
 from jobs.stop_request import StopRequest
 from training.config.device_choice import RANK_VARIABLES

@@ -548,7 +548,6 @@ _REPLACED: dict[str, Any] = {
     "jobs.agent.raise_open_files_limit": lambda: None,
     "jobs.agent.log": _log,
     "jobs.claim.log": _log,
-    "jobs.deferral.log": _log,
     "jobs.ending.log": _log,
     "jobs.ending.node_dirs": _node_dirs,
     "jobs.last_resort.find_allocation": _allocation,

@@ -21,7 +21,7 @@ from jobs.ranks import health_check
 from jobs.ranks.health_check import check_health
 from jobs.ranks.monitor import NodeMonitor
 from jobs.ranks.round import RankSetup, run_round
-from jobs.ranks.standby import Standby
+from jobs.ranks.torchrun import Standby
 from jobs.stop_request import StopRequest
 
 SETUP = RankSetup(data=None, python=sys.executable, standby=Standby())

@@ -16,7 +16,7 @@ from hpc.base.kernel import children, has_name
 from hpc.base.transport import pick_port
 from hpc.run.nodedir import NodeDir
 from jobs.ranks import WRAPPER
-from jobs.ranks.standby import Standby
+from jobs.ranks.torchrun import Standby
 from jobs.ranks.torchrun_command import PROCESS_WRAPPER, Rendezvous, torchrun_argv, torchrun_environment
 
 SCRIPT = """
@@ -78,7 +78,7 @@ def test_torchrun_that_does_not_fit_is_ended(node_dir: NodeDir, standby: Standby
 def test_it_ends_with_its_agent(node_dir: NodeDir) -> None:
     argv, environment = command(node_dir.path)
     agent = (
-        "import os, sys, time; from pathlib import Path; from jobs.ranks.standby import Standby;"
+        "import os, sys, time; from pathlib import Path; from jobs.ranks.torchrun import Standby;"
         "Standby().prepare(sys.argv[1:], os.environ, Path('/')); time.sleep(300)"
     )
     with subprocess.Popen(
