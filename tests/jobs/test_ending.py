@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.cluster import Command, fill, mounted_volume
-from support.events import claimed, joined, recorded, recorded_run, records_in, write_events
+from support.events import claimed, recorded, recorded_run, write_events
 
 from hpc.base.errors import EXIT_NO_SPACE
 from hpc.run.events import ledger
@@ -20,7 +20,6 @@ from hpc.run.nodedir import NodeDir
 from hpc.run.spec import Recovery, Resources, RunSpec
 from hpc.slurm import handover
 from jobs import ending, last_resort, node_attempt
-from jobs.claim import claim_next
 from jobs.ending import first_node_is_lost
 from jobs.next_attempt import LostNodes, start_next_attempt
 from jobs.node_attempt import NodeAllocation, NodeAttempt
@@ -256,27 +255,6 @@ def test_last_resort_sends_heartbeats(batch_script: NodeAttempt, tmp_path: Path,
     assert [event["job_id"] for event in recorded(survivor, "requeued")] == ["7"]
     [ended] = recorded(survivor, "attempt_ended")
     assert (ended["cause"], ended["signature"]) == ("lost", None), "unknown, so a second one need not be the same"
-
-
-def test_node_is_not_blamed_for_what_the_thawed_srun_of_an_earlier_start_did(
-    batch_script: NodeAttempt, slurm_command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first start's srun was suspended with its node, then ended the second start's step, which has its name."""
-    run = batch_script.run
-    show = "echo JobId=7 JobState=RUNNING Restarts=1 Reason=None"
-    slurm_command("scontrol", f'case "$*" in *show*job*) {show};; *config*) echo "{SHORT_DELAY}";; esac')
-    slurm_command("sinfo", "case $* in *%P*) printf 'gpu0%s|gpu*|idle\\n' 1 2 3 4;; esac")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    second = replace(allocation(0, 2), restart=1)
-    attempt = claim_next(run, second, port=1, secret="s")
-    assert [end["cause"] for end in recorded(batch_script, "attempt_ended")] == ["lost"]
-    for number, name in enumerate(second.hostnames):
-        write_events(run, joined(None, 2, node=name, node_rank=number), file=f"attempt-002-node-{number:02d}.jsonl")
-    assert last_resort.main([str(run.path), "137"]) == 0
-    [ended] = recorded(replace(batch_script, attempt=attempt), "attempt_ended")
-    assert (ended["cause"], ended["node"]) == ("lost", None)
-    kinds = [event["event"] for event in records_in(run.events)]
-    assert ("requeued" in kinds, "excluded" in kinds, "resubmitted" in kinds) == (True, False, False)
 
 
 def test_run_that_lost_a_node_goes_on_once_there_is_space(

@@ -20,10 +20,10 @@ from hpc.base.files import append_json_line, write_json
 from hpc.base.kernel import steady_time
 from hpc.run.causes import Cause, cause_of_exit
 from hpc.run.events.kinds import (
-    CheckpointFailed,
     CheckpointSaved,
     Event,
     FirstStep,
+    Problem,
     RankFailed,
     TrainCompleted,
     TrainStarted,
@@ -346,7 +346,7 @@ class Group:
             return False
         except OSError as error:
             if durable:
-                self._record(CheckpointFailed(step=self.step, reason=str(error)))
+                self._record(Problem(what="checkpoint_failed", step=self.step, detail=str(error)))
         return True
 
     def _write_state(self, directory: Path) -> None:

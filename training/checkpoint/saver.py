@@ -14,7 +14,7 @@ from torchrelay.saving.restoring import Candidate, OtherFormatError, Restorer, r
 from torchrelay.saving.state_writer import StateWriter
 
 from hpc.base.errors import TorchrelayError, UserError
-from hpc.run.events.kinds import CheckpointFailed, CheckpointRejected, CheckpointSaved, SnapshotOff
+from hpc.run.events.kinds import CheckpointSaved, Problem, SnapshotOff
 from training.checkpoint.snapshot import missing_results
 from training.checkpoint.state import LOSS, TrainState
 from training.config.save_interval import Interval, parse_interval
@@ -131,7 +131,7 @@ class Saver:
             f"the checkpoint of step {step} was not saved ({reason}): free some space below "
             f"{self._context.run_dir.checkpoints}"
         )
-        self._logger.event(CheckpointFailed(step=step, reason=reason))
+        self._logger.event(Problem(what="checkpoint_failed", step=step, detail=reason))
 
     def snapshot_saved(self, step: int, node_bytes: int) -> None:
         """Record it for `hpc status`."""
@@ -205,7 +205,7 @@ class Saver:
 
     def _discarded(self, candidate: Candidate, reason: str) -> None:
         self._logger.console.warn(f"{candidate.source} {candidate.path} is not used: {reason}")
-        self._logger.event(CheckpointRejected(path=str(candidate.path), reason=reason))
+        self._logger.event(Problem(what="checkpoint_rejected", detail=f"{candidate.path}: {reason}"))
 
 
 def _times_of(interval: Interval) -> SaveTimes:

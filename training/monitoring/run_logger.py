@@ -27,7 +27,7 @@ from hpc.base.files import (
     write_atomic,
     write_json,
 )
-from hpc.run.events.kinds import Diverged, Event
+from hpc.run.events.kinds import Event, Problem
 from hpc.run.events.ledger import EventWriter, attempt_prefix, check_is_newest
 from hpc.run.rundir import MODEL_WEIGHTS, RunDir
 from training.data.loader import ImageSource
@@ -176,7 +176,7 @@ class RunLogger:
         if not self._writes:
             return
         step = found["step"]
-        self.event(Diverged(step=step, loss=found["loss"], rank=found["rank"]))
+        self.event(Problem(what="diverged", step=step, rank=found["rank"], detail=f"the loss is {found['loss']}"))
         images = [source.name(index) for index in indices]
         try:
             write_json(self._run_dir.diverged, {**found, "indices": indices, "images": images})

@@ -367,19 +367,6 @@ class TrainStarted(Event, frozen=True, kw_only=True):
     gradient_bytes: Int | None = None
 
 
-class NumericsChanged(Event, frozen=True, kw_only=True):
-    """Rank 0 records that something on which rounding depends, such as torch, has changed since the restored state."""
-
-    step: Int
-    changes: tuple[str, ...] = ()
-
-
-class Unrepeatable(Event, frozen=True, kw_only=True):
-    """Rank 0 records operations that have no deterministic kernel, unless --deterministic is off."""
-
-    operations: tuple[str, ...] = ()
-
-
 class FirstStep(Event, frozen=True, kw_only=True):
     """Rank 0 has done the first step since the ranks started."""
 
@@ -405,19 +392,16 @@ class TrainCompleted(Event, frozen=True, kw_only=True):
     """A sentence with the numbers if the model has learned nothing; None if it has learned."""
 
 
-class Diverged(Event, frozen=True, kw_only=True):
-    """Rank 0 has found that the loss is not finite."""
+class Problem(Event, frozen=True, kw_only=True):
+    """Rank 0 reports that something is wrong, or has changed, although the training goes on."""
 
+    what: str
+    """`checkpoint_failed`, `checkpoint_rejected`, `diverged`: the loss is not finite; `image_corrupt`; `unrepeatable`:
+    operations have no deterministic kernel; `numerics_changed`: the next steps are rounded in another way."""
     step: Int | None = None
-    loss: str | None = None
     rank: Int | None = None
     """The first rank whose loss was not finite; None if several ranks were first."""
-
-
-class ImageCorrupt(Event, frozen=True, kw_only=True):
-    """Rank 0 reports an image that a rank cannot read."""
-
-    path: str
+    detail: str | None = None
 
 
 class RankFailed(Event, frozen=True, kw_only=True):
@@ -477,20 +461,6 @@ class CheckpointSaved(Event, frozen=True, kw_only=True):
     step: Int | None = None
     seconds: Number
     copy_seconds: Number
-
-
-class CheckpointFailed(Event, frozen=True, kw_only=True):
-    """Rank 0 could not save a checkpoint."""
-
-    step: Int | None = None
-    reason: str | None = None
-
-
-class CheckpointRejected(Event, frozen=True, kw_only=True):
-    """Rank 0 has found a damaged checkpoint and restores an older one."""
-
-    path: str
-    reason: str | None = None
 
 
 class SnapshotSaved(Event, frozen=True, kw_only=True):

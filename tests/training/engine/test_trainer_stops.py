@@ -236,7 +236,7 @@ def test_a_torn_newest_checkpoint_is_skipped_with_a_warning(start: Starter) -> N
 
     assert f"warning: checkpoint {newest} is not used: state.safetensors is not as it was written" in resumed.output()
     [rejected] = events(training.run_dir, "checkpoint_rejected")
-    assert rejected["path"] == str(newest)
+    assert rejected["detail"].startswith(str(newest))
     assert events(training.run_dir, "train_started")[1]["restored_from"] == older.name
     assert_whole_history(training.run_dir)
 

@@ -41,7 +41,7 @@ class _Script:
         )
 
     def checkpoint_failed(self, step: int, reason: str) -> None:
-        progress_files.event("checkpoint_failed", step=step, reason=reason)
+        progress_files.event("problem", what="checkpoint_failed", step=step, detail=reason)
         warn(f"the checkpoint of step {step} could not be written, and is tried again later: {reason}")
 
     def snapshot_saved(self, step: int, node_bytes: int) -> None:
