@@ -135,13 +135,13 @@ def _addresses(spec: RunSpec, allocation: NodeAllocation) -> list[str]:
     """Return this node's addresses; none with --cluster local. Raises BadNodeError if --interface has no address."""
     if allocation.cluster != "slurm":
         return []
-    found = own_addresses(spec.network.interface)
-    if spec.network.interface and not found:
+    addresses = own_addresses(spec.network.interface)
+    if spec.network.interface and not addresses:
         raise BadNodeError(
             f"--interface is {spec.network.interface}, but {allocation.host} has no such network interface with an "
             f"address: it has {', '.join(interface_addresses())}"
         )
-    return found
+    return addresses
 
 
 def _take_part(node: NodeAttempt, channel: ControlChannel, stop: StopRequest) -> int:

@@ -154,7 +154,9 @@ def claim(
     """
     attempts = History.load(run).attempts
     # submitit's local executor does not count the restarts of a job.
-    if allocation.cluster == "slurm" and any((one.job_id, one.restart) == allocation.job_start for one in attempts):
+    if allocation.cluster == "slurm" and any(
+        (attempt.job_id, attempt.restart) == allocation.job_start for attempt in attempts
+    ):
         raise TorchrelayError(f"job {allocation.job_id} has already started an attempt: submit the script again")
     number = len(attempts) + 1
     claimed = Claimed(

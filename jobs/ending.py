@@ -63,7 +63,8 @@ def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coo
     # A node that has not joined may have died before it could.
     absent = set(range(node.allocation.num_nodes)) - server.statuses().keys() - {node.allocation.node_rank}
     lost = recent | absent | coordinator.stuck | _wait_for_others(node, server, monitor)
-    failure, fields = coordinator.failure, dict[str, Any]()
+    failure = coordinator.failure
+    fields = dict[str, Any]()
     if not _is_finished(node, coordinator.signal, done=coordinator.done):
         # Save before asking Slurm: it may take half a minute to answer, and may end the job meanwhile.
         save_snapshot(node, monitor.node_dir)
@@ -71,7 +72,8 @@ def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coo
         node, coordinator.signal, Cause(failure.cause if failure else Cause.CRASHED), done=coordinator.done
     )
     cause = cause_of(ending)
-    last_step, counted = None, None if node.reports_steps else coordinator.counted.done
+    last_step = None
+    counted = None if node.reports_steps else coordinator.counted.done
     if node.reports_steps:
         # Take the last step that any rank has done, because the metrics may be some steps behind.
         failed_step = failure.step if failure else 0
@@ -216,7 +218,8 @@ def take_over(node: NodeAttempt, channel: ControlClient, monitor: NodeMonitor) -
 
     Returns the exit code.
     """
-    failed_at, host = steady_time() - channel.silent_seconds, node.allocation.first_node
+    failed_at = steady_time() - channel.silent_seconds
+    host = node.allocation.first_node
     detail = f"lost contact with {host}"
     log(detail)
     node.record(NodeLost(node=host, last_heard=failed_at, detail=detail))

@@ -78,7 +78,7 @@ def _do_the_rest(argv: list[str]) -> int:
         return exit_code
     send_heartbeats(run)  # saving a snapshot, or waiting for Slurm's controller, may take minutes
     number = exit_code - _BY_SIGNAL
-    killed_by = next((each.name for each in signal.Signals if each == number), None)
+    killed_by = next((sent.name for sent in signal.Signals if sent == number), None)
     node = NodeAttempt(run=run, spec=spec, allocation=allocation, attempt=attempt)
     if attempt.cause is not None:
         return continue_ended_run(node, Cause(attempt.cause))

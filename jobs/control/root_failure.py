@@ -60,10 +60,10 @@ class RootFailure:
         `all_heard` is whether all members have just reported: a silent one may have died and made the others fail.
         """
         unhandled = reported - self._handled
-        aborted = [each.started_at for each in reported if self._is_aborted(each)]
+        aborted = [failure.started_at for failure in reported if self._is_aborted(failure)]
         roots = {
-            each for each in unhandled
-            if each.started_at > self.explained_until and not self._is_aborted(each) and not _has_lost(aborted, each)
+            failure for failure in unhandled
+            if failure.started_at > self.explained_until and not self._is_aborted(failure) and not _has_lost(aborted, failure)
         }  # fmt: skip
         self._handled |= unhandled - roots
         if not roots:
@@ -75,10 +75,13 @@ class RootFailure:
         self._settling_since = None
         # When a node fails the preflight, ranks on the other nodes exit too, perhaps earlier; the bad node is the
         # cause all the same.
-        root = min(roots, key=lambda each: (each.cause != Cause.BAD_NODE, is_consequence(each.detail), each.failed_at))
+        root = min(
+            roots,
+            key=lambda failure: (failure.cause != Cause.BAD_NODE, is_consequence(failure.detail), failure.failed_at),
+        )
         # Restarted ranks may have failed meanwhile: their failure is the next one.
         self.explained_until = max(root.failed_at, root.started_at + _TOGETHER_SECONDS)
-        self._handled |= {each for each in unhandled if each.started_at <= self.explained_until}
+        self._handled |= {failure for failure in unhandled if failure.started_at <= self.explained_until}
         return root
 
     def _is_aborted(self, failure: RankFailed) -> bool:

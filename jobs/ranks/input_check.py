@@ -40,7 +40,8 @@ class InputCheck:
         self._held += suspects
         if self._thread.is_alive():
             return others
-        held, self._held, damaged, self._damaged = self._held, [], self._damaged, 0
+        held, self._held = self._held, []
+        damaged, self._damaged = self._damaged, 0
         if not damaged:
             return [*held, *others]
         told = f"the copy of the data on this node was damaged ({damaged} files), and has been replaced"

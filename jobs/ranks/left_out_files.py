@@ -74,5 +74,5 @@ def _modules(run: RunDir, spec: RunSpec, record: CodeFiles, detail: str) -> Iter
         for below in ("", "src", ".."):
             own = Path(record.root, place, below)
             for ending in _MODULE_FILES:
-                for found in map(Path, glob.iglob(glob.escape(str(own / path)) + ending)):  # noqa: PTH207
-                    yield found, run.code / place / below / found.relative_to(own)
+                for file in map(Path, glob.iglob(glob.escape(str(own / path)) + ending)):  # noqa: PTH207
+                    yield file, run.code / place / below / file.relative_to(own)

@@ -127,18 +127,18 @@ class LocalRanks:
 
     def starts(self) -> tuple[RankStart, ...]:
         """Return the last start of each rank in the round, unless that rank has failed."""
-        found = {}
+        starts = {}
         # The file of a rank's end is older than the file of the process that has replaced that rank.
         for has_ended, paths in (
             (True, self._node_dir.exits.glob("ended-*.json")),
             (False, self._node_dir.running_ranks()),
         ):
             for fields in filter(None, map(_read, paths)):
-                found[fields["rank"]] = RankStart(
+                starts[fields["rank"]] = RankStart(
                     rank=fields["rank"], restarts=fields["restarts"], has_ended=has_ended,
                     counted_steps=fields.get("counted_steps"),
                 )  # fmt: skip
-        return tuple(found.values())
+        return tuple(starts.values())
 
     def _unwatched(self, *, rank: int, pid: int, **_: Any) -> RankHeartbeat:
         """Return a heartbeat of a rank that writes none. What its processes do are its signs of life."""
@@ -206,7 +206,7 @@ class LocalRanks:
 
     def new_failures(self, clock_skew_seconds: float = 0.0) -> list[RankFailed]:
         """Return the failures of ranks since the last call, with times by the first node's clock."""
-        found = []
+        failures = []
         records = [(path, _read(path)) for path in sorted(self._node_dir.exits.glob("[0-9]*.json"))]
         for path, fields in (*records, *self._vanished()):
             path.unlink(missing_ok=True)
@@ -216,9 +216,9 @@ class LocalRanks:
                 fields[key] = steady_time(fields[key]) + clock_skew_seconds
             memory, signal, detail = fields.pop("out_of_memory"), fields["signal"], fields["detail"]
             cause = cause_of_exit(fields["exit_code"], signal, memory, detail, self._exit_codes)
-            found.append(RankFailed(node=self._host, round=self._round, cause=cause, **fields))
+            failures.append(RankFailed(node=self._host, round=self._round, cause=cause, **fields))
         self._looked_at = time.monotonic()
-        return found
+        return failures
 
     def _vanished(self) -> Iterator[tuple[Path, dict[str, Any]]]:
         """Yield the file and the failure of each rank whose wrapper was killed, and so could not record the failure."""
@@ -351,9 +351,9 @@ class NodeMonitor:
         self._failures = (*self._failures, *failures)[-_KEPT_FAILURES:]
         # In this order: the heartbeat of a rank that has replaced another one must not be that of the other one.
         starts, heartbeats = self.ranks.starts(), self.ranks.heartbeats()
-        self.last_step = max([self.last_step, *(each.step for each in heartbeats if each.phase != COUNTED)])
-        if phases := {each.phase for each in heartbeats} - {UNWATCHED}:
-            self.counted_steps = max(each.step for each in heartbeats) if phases == {COUNTED} else None
+        self.last_step = max([self.last_step, *(beat.step for beat in heartbeats if beat.phase != COUNTED)])
+        if phases := {beat.phase for beat in heartbeats} - {UNWATCHED}:
+            self.counted_steps = max(beat.step for beat in heartbeats) if phases == {COUNTED} else None
         if self._channel.directive.stop:
             self._stop.handle(signal.SIGTERM, None)
         self._channel.report(heartbeats=heartbeats, starts=starts, failures=self._failures, signal=self._stop.name)

@@ -146,11 +146,13 @@ def run_round(
     started = _start(node, channel, monitor, directive, setup)
     if started is None:
         return None
-    abort_count, timeouts = directive.abort_count, dict[bool, float]()
+    abort_count = directive.abort_count
+    timeouts = dict[bool, float]()
     with ExitStack() as stack:
         stack.callback(monitor.ranks.end)
         torchrun = stack.enter_context(started)
-        next_torchrun, ranks_seen = _NextTorchrun(node, monitor, stop, directive, setup), time.monotonic()
+        next_torchrun = _NextTorchrun(node, monitor, stop, directive, setup)
+        ranks_seen = time.monotonic()
         while torchrun.exit_code is None:
             next_torchrun.poll()
             monitor.poll()
@@ -234,16 +236,17 @@ def _command(
         num_nodes=len(directive.members), host=directive.host, port=directive.port,
         node=directive.members.index(allocation.node_rank), ports=spec.network.ports,
     )  # fmt: skip
-    interface, base = spec.network.interface, _base_environment(spec, python)
     threads = threads_per_rank(allocation, resources.ranks_per_node)
-    environment = rank_environment(base, allocation, resources.num_gpus, address, threads, interface)
+    environment = rank_environment(
+        _base_environment(spec, python), allocation, resources.num_gpus, address, threads, spec.network.interface
+    )
     environment |= RANK_VARIABLES[spec.device]
     environment |= _rank_variables(node, setup.data, node_dir)
     if node.on_slurm:
         environment |= node_lists(allocation.hostnames, directive.members)
     # Use the user's own PYTHONPATH, with the additions of --setup and without our packages.
-    given = environment.pop(PYTHONPATH, environment.get("PYTHONPATH", ""))
-    path = [] if spec.container else users_pythonpath(given, run.packages)
+    own_path = environment.pop(PYTHONPATH, environment.get("PYTHONPATH", ""))
+    path = [] if spec.container else users_pythonpath(own_path, run.packages)
     program, code = _program(node, directive), spec.code_directory(run)
     first = [entry.format(code=code, packages=run.packages) for entry in program.import_path]
     if first:

@@ -183,7 +183,8 @@ class Standby:
         self.close()
         if len(_order(argv, environment)) > _MAX_BYTES:
             return
-        self._torchrun, self._start = Torchrun(argv, environment, directory, waits=True), _fixed(argv, environment)
+        self._torchrun = Torchrun(argv, environment, directory, waits=True)
+        self._start = _fixed(argv, environment)
 
     def take(self, argv: list[str], environment: Mapping[str, str]) -> Torchrun | None:
         """Start the round in the torchrun that waits. Returns None if there is none, or if it does not fit."""
