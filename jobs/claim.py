@@ -154,9 +154,7 @@ def claim(
     """
     attempts = History.load(run).attempts
     # submitit's local executor does not count the restarts of a job.
-    if allocation.cluster == "slurm" and any(
-        (attempt.job_id, attempt.restart) == allocation.job_start for attempt in attempts
-    ):
+    if allocation.cluster == "slurm" and allocation.job_start in {attempt.job_start for attempt in attempts}:
         raise TorchrelayError(f"job {allocation.job_id} has already started an attempt: submit the script again")
     number = len(attempts) + 1
     claimed = Claimed(
@@ -204,7 +202,7 @@ def join(
         # submitit's local executor counts no restarts: an attempt that this node has joined is from an earlier start.
         if (
             newest is not None
-            and (newest.job_id, newest.restart) == allocation.job_start
+            and newest.job_start == allocation.job_start
             and not ledger.agent_file(run, newest.attempt, allocation.node_rank).exists()
         ):
             if newest.ended:

@@ -112,7 +112,7 @@ def _unfinished_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation) 
     if claim.why_nothing_started(history, allocation) is not None:
         return None
     for attempt in history.attempts:
-        if (attempt.job_id, attempt.restart) == allocation.job_start:
+        if attempt.job_start == allocation.job_start:
             decided = Requeued | Resubmitted | NotContinued
             has_gone_on = any(isinstance(event, decided) for event in history.during(attempt.attempt).events)
             is_over = attempt.ended is not None and (has_gone_on or not history.may_restart)

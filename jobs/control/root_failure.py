@@ -61,10 +61,8 @@ class RootFailure:
         """
         unhandled = reported - self._handled
         aborted = [failure.started_at for failure in reported if self._is_aborted(failure)]
-        roots = {
-            failure for failure in unhandled
-            if failure.started_at > self.explained_until and not self._is_aborted(failure) and not _has_lost(aborted, failure)
-        }  # fmt: skip
+        new = {failure for failure in unhandled if failure.started_at > self.explained_until}
+        roots = {failure for failure in new if not self._is_aborted(failure) and not _has_lost(aborted, failure)}
         self._handled |= unhandled - roots
         if not roots:
             self._settling_since = None
@@ -75,10 +73,7 @@ class RootFailure:
         self._settling_since = None
         # When a node fails the preflight, ranks on the other nodes exit too, perhaps earlier; the bad node is the
         # cause all the same.
-        root = min(
-            roots,
-            key=lambda failure: (failure.cause != Cause.BAD_NODE, is_consequence(failure.detail), failure.failed_at),
-        )
+        root = min(roots, key=_priority)
         # Restarted ranks may have failed meanwhile: their failure is the next one.
         self.explained_until = max(root.failed_at, root.started_at + _TOGETHER_SECONDS)
         self._handled |= {failure for failure in unhandled if failure.started_at <= self.explained_until}
@@ -86,6 +81,10 @@ class RootFailure:
 
     def _is_aborted(self, failure: RankFailed) -> bool:
         return failure.signal == "SIGABRT" and 0.0 <= failure.failed_at - self.aborted_at < _ABORT_SECONDS
+
+
+def _priority(failure: RankFailed) -> tuple[bool, bool, float]:
+    return failure.cause != Cause.BAD_NODE, is_consequence(failure.detail), failure.failed_at
 
 
 def explain(failure: RankFailed, ended: Sequence[int]) -> tuple[str, str | None]:

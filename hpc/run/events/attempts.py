@@ -62,6 +62,11 @@ class Attempt:
     """Time at which the user resumed the run after this attempt."""
 
     @property
+    def job_start(self) -> tuple[str, int]:
+        """Identity of the start of the job that made the attempt: job id and number of restarts."""
+        return self.job_id, self.restart
+
+    @property
     def history(self) -> tuple[PastInterruption, ...]:
         """All interruptions of the attempt and, if it has ended, its end."""
         if self.cause is None:

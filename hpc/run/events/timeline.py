@@ -89,9 +89,8 @@ def _down(history: History, interruptions: Sequence[Interruption], until: float,
         ends_attempt = seconds["start"] != 0
         if ends_attempt:
             began, recorded = (resumed[interruption.attempt] or time for time in (failed, recorded))
-            next_start = next(
-                (attempt.started for attempt in attempts if attempt.attempt > interruption.attempt), until
-            )
+            later = [attempt.started for attempt in attempts if attempt.attempt > interruption.attempt]
+            next_start = [*later, until][0]
             queued = recorded + (seconds["release"] or 0.0)
             queues.append(Period(kind="queue", began=queued, ended=next_start, interruption=number))
         if seconds["total"] is not None:
