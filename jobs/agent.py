@@ -7,7 +7,6 @@ agent continues the run (jobs.ending).
 
 import os
 import secrets
-import shutil
 import sys
 import time
 import traceback
@@ -19,7 +18,7 @@ from pathlib import Path
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
 from hpc.base.errors import EXIT_NO_SPACE, BadNodeError, TorchrelayError, UserError
-from hpc.base.files import DEV_SHM, DISK_FULL, TEMPORARY
+from hpc.base.files import DISK_FULL, TEMPORARY
 from hpc.base.kernel import interface_addresses, name_process, raise_open_files_limit
 from hpc.base.transport import pick_port
 from hpc.run.causes import EXIT_CODES, Cause
@@ -268,7 +267,7 @@ class _Agent:
             log(str(error))
 
     def _record_joined(self) -> None:
-        """Wait until the first node's agent answers; record this node's clock skew and free space."""
+        """Wait until the first node's agent answers; record this node's clock skew."""
         node, channel, allocation = self._node, self._channel, self._node.allocation
         _addresses(node.spec, allocation)
         if isinstance(channel, ControlClient) and not channel.met.wait(_MEET_SECONDS):
@@ -279,14 +278,7 @@ class _Agent:
                 "is there a firewall between the nodes (--port-range), or must they use another network (--interface)?"
             )
         skew = channel.clock_skew_seconds
-        joined = Joined(
-            node=node.host,
-            node_rank=allocation.node_rank,
-            clock_skew_seconds=round(skew, 3),
-            tmp_free_bytes=shutil.disk_usage(node.stage_dir).free,
-            shm_free_bytes=shutil.disk_usage(DEV_SHM).free if DEV_SHM.exists() else 0,
-        )
-        node.record(joined)
+        node.record(Joined(node=node.host, node_rank=allocation.node_rank, clock_skew_seconds=round(skew, 3)))
         if abs(skew) > _MAX_SKEW_SECONDS:
             log(f"the clock of {node.host} is {-skew:+.1f} s off that of {allocation.first_node}")
 

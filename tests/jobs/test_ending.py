@@ -36,19 +36,21 @@ def allocation(node_rank: int, nodes: int) -> NodeAllocation:
     return NodeAllocation(cluster="slurm", job_id="7", restart=0, hostnames=names, node_rank=node_rank, cpus=2)
 
 
-def test_last_agent_needs_no_confirmation() -> None:
-    assert first_node_is_lost(["gpu01"], allocation(1, 2)) is True
-    assert first_node_is_lost(["gpu02", "gpu01"], allocation(2, 3)) is True, "gpu01 had lost gpu02 before"
-
-
-def test_one_of_several_waits_for_a_second_report() -> None:
-    assert first_node_is_lost(["gpu01"], allocation(2, 3)) is None
-    assert first_node_is_lost(["gpu01", "gpu01"], allocation(2, 3)) is True
-
-
-def test_agent_that_is_cut_off_leaves() -> None:
-    assert first_node_is_lost(["gpu01", "gpu03"], allocation(2, 3)) is False
-    assert first_node_is_lost(["gpu02", "gpu01"], allocation(1, 2)) is False
+@pytest.mark.parametrize(
+    ("rank", "nodes", "lost", "is_lost"),
+    [
+        (1, 2, ["gpu01"], True),  # the last agent needs no confirmation
+        (2, 3, ["gpu02", "gpu01"], True),  # gpu01 had lost gpu02 before
+        (2, 3, ["gpu01"], None),
+        (2, 3, ["gpu01", "gpu01"], True),
+        (2, 3, ["gpu01", "gpu03"], False),
+        (1, 2, ["gpu02", "gpu01"], False),
+    ],
+)
+def test_first_node_is_lost_if_the_others_confirm_it(
+    rank: int, nodes: int, lost: list[str], is_lost: bool | None
+) -> None:
+    assert first_node_is_lost(lost, allocation(rank, nodes)) is is_lost
 
 
 @pytest.fixture
@@ -179,14 +181,6 @@ def test_job_with_a_lost_node_and_no_second_job_waits_until_slurm_has_noticed(
     start_next_attempt(node, LostNodes(lost=["gpu02"]))
     assert recorded(node, "requeued")
     assert not recorded(node, "resubmitted")
-
-
-def test_job_with_a_dead_node_is_replaced_by_a_new_one(node: NodeAttempt, slurm_command: Command) -> None:
-    """Though it might be requeued by now: Slurm would hold it for two minutes."""
-    slurm_command("sinfo", "case $* in *%P*) echo 'gpu01|gpu*|idle';; *) echo 'gpu02|down';; esac")
-    start_next_attempt(node, LostNodes(lost=["gpu02"]))
-    assert recorded(node, "resubmitted")
-    assert not recorded(node, "requeued")
 
 
 def test_job_that_a_limit_counts_ends_before_it_is_replaced(

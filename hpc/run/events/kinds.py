@@ -181,8 +181,6 @@ class Joined(Event, frozen=True, kw_only=True):
     node: str
     node_rank: Int | None = None
     clock_skew_seconds: Number | None = None
-    tmp_free_bytes: int | None = None
-    shm_free_bytes: int | None = None
 
 
 class Staging(Event, frozen=True, kw_only=True):
@@ -264,8 +262,8 @@ class NodeReturned(Event, frozen=True, kw_only=True):
     node: str
 
 
-class Interrupted(Event, frozen=True, kw_only=True, tag="interruption"):
-    """The first node's agent reports a failure that the attempt survived."""
+class OfFailure(Event, frozen=True, kw_only=True):
+    """Something ended or interrupted the training."""
 
     cause: str
     step: Int | None = None
@@ -274,32 +272,27 @@ class Interrupted(Event, frozen=True, kw_only=True, tag="interruption"):
     node: str | None = None
     detail: str | None = None
     failed_at: Time | None = None
-    noticed_at: Time | None = None
-    round: Int | None = None
     signature: str | None = None
     """A text that all repetitions of a failure share (hpc.run.budget)."""
-    pause_seconds: Number = 0.0
-    """Seconds until the ranks start again."""
     counted_steps: Int | None = None
     """The optimizer steps that a script had done since its ranks started, if it reports none; None if unknown."""
 
 
-class AttemptEnded(Event, frozen=True, kw_only=True):
+class Interrupted(OfFailure, frozen=True, kw_only=True, tag="interruption"):
+    """The first node's agent reports a failure that the attempt survived."""
+
+    noticed_at: Time | None = None
+    round: Int | None = None
+    pause_seconds: Number = 0.0
+    """Seconds until the ranks start again."""
+
+
+class AttemptEnded(OfFailure, frozen=True, kw_only=True):
     """An attempt has ended. The first node's agent records this or, if it could not, another process."""
 
     attempt: Int
-    cause: str
-    step: Int | None = None
-    """The last step that any rank had done."""
-    detail: str | None = None
     last_heard: Time | None = None
     """Time of the attempt's last heartbeat; None if one of its own agents recorded the end."""
-    failed_at: Time | None = None
-    rank: Int | None = None
-    node: str | None = None
-    signature: str | None = None
-    counted_steps: Int | None = None
-    """The optimizer steps that a script had done since its ranks started, if it reports none; None if unknown."""
 
 
 # --- ranks ---

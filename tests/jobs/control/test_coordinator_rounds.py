@@ -36,16 +36,6 @@ def test_first_round_begins_when_all_nodes_are_ready(attempt: AttemptMaker) -> N
     assert not starting.nodes.directive.preflight, "our trainer checks its nodes itself"
 
 
-def test_nodes_that_are_ready_start_without_a_late_one_after_a_minute(attempt: AttemptMaker) -> None:
-    starting = attempt()
-    ready(starting)
-    starting.nodes.forget(1)
-    starting.poll(60.0)
-    assert starting.members == ()
-    starting.poll(0.25)
-    assert starting.members == (0, 2)
-
-
 def test_script_starts_after_a_round_that_checks_the_nodes(attempt: AttemptMaker) -> None:
     script = attempt(program=script_program(("a.py",)))
     ready(script)
