@@ -400,19 +400,19 @@ class Problem(Event, frozen=True, kw_only=True):
 class RankFailed(Event, frozen=True, kw_only=True):
     """The agent of a rank's node reports that the rank has exited with an error."""
 
-    node: str
+    node: str = ""
     round: Int
     rank: Int
     restarts: Int = 0
     """As in RanksStarted."""
-    started_at: Time
+    started_at: Time = 0.0
     failed_at: Time
-    exit_code: Int
+    exit_code: Int = 0
     signal: str | None = None
     cause: str
     step: Int | None = None
     """The last step that this rank had done."""
-    detail: str
+    detail: str = ""
     counted_steps: Int | None = None
     """The optimizer steps that the rank of a script had done since its start, if it reports none; None if unknown."""
 

@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 from support.events import script_spec
+from support.staging_nodes import hanging
 from support.waiting import wait_for
 
 from hpc.base.kernel import children
 from hpc.run.causes import Cause
 from hpc.run.code_files import CodeFiles
 from hpc.run.nodedir import HeldNodeDir
+from jobs import node_attempt
 from jobs.control.channel import ControlServer
 from jobs.node_attempt import NodeAttempt
 from jobs.ranks import monitor
@@ -26,6 +28,11 @@ from jobs.ranks.input_check import InputCheck
 from jobs.ranks.monitor import NodeMonitor
 from jobs.ranks.torchrun_command import PROCESS_WRAPPER
 from jobs.stop_request import StopRequest
+
+FAILED = {
+    "rank": 0, "restarts": 0, "started_at": 1.0, "failed_at": 2.0, "exit_code": 1, "signal": None,
+    "out_of_memory": False, "step": None, "detail": "FileNotFoundError: No such file or directory: 'late.csv'",
+}  # fmt: skip
 
 
 def test_rank_whose_node_emptied_the_memory_still_says_how_it_failed(
@@ -59,16 +66,27 @@ def test_missing_file_of_the_user_is_reported_without_a_check_of_the_staged_copy
     ranks = NodeMonitor(replace(node, spec=script_spec("train.py")), held, channel, StopRequest())
     checks = list[int]()
     ranks.input_check = InputCheck(lambda: checks.append(1) or 0)
-    fields = {
-        "rank": 0, "restarts": 0, "started_at": 1.0, "failed_at": 2.0, "exit_code": 1, "signal": None,
-        "out_of_memory": False, "step": None, "detail": "FileNotFoundError: No such file or directory: 'late.csv'",
-    }  # fmt: skip
-    (held.files.exits / "1-0.json").write_text(json.dumps(fields))
+    (held.files.exits / "1-0.json").write_text(json.dumps(FAILED))
     ranks.finish_round()
     [failure] = channel.status.failures
     assert failure.cause is Cause.BAD_INPUT
     assert f"{tmp_path}/late.csv exists, but not in the run's code" in failure.detail
     assert not checks
+    channel.close()
+
+
+@pytest.mark.timeout(60)
+def test_failure_is_reported_while_the_storage_hangs(
+    node: NodeAttempt, held: HeldNodeDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_attempt, "HANGS_SECONDS", 1e9)  # who waits for an answer never goes on
+    node.run.events.mkdir()
+    channel = ControlServer("secret", 1)
+    ranks = NodeMonitor(node, held, channel, StopRequest())
+    (held.files.exits / "1-0.json").write_text(json.dumps(FAILED | {"detail": "ValueError: x"}))
+    with hanging(node.run.events):
+        ranks.poll()
+        assert [failure.detail for failure in channel.status.failures] == ["ValueError: x"]
     channel.close()
 
 
