@@ -7,7 +7,6 @@ agent continues the run (jobs.ending).
 
 import os
 import secrets
-import shutil
 import sys
 import time
 import traceback
@@ -19,7 +18,7 @@ from pathlib import Path
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
 from hpc.base.errors import EXIT_NO_SPACE, BadNodeError, TorchrelayError, UserError
-from hpc.base.files import DEV_SHM, DISK_FULL, TEMPORARY
+from hpc.base.files import DISK_FULL, TEMPORARY
 from hpc.base.kernel import interface_addresses, name_process, raise_open_files_limit
 from hpc.base.transport import pick_port
 from hpc.run.causes import EXIT_CODES, Cause
@@ -33,7 +32,6 @@ from jobs.control.channel import ControlChannel, ControlClient, ControlServer
 from jobs.control.coordinator import Coordinator
 from jobs.control.messages import OVER, Directive, NodeStatus, Phase
 from jobs.control.run_dir_watch import RunDirGoneError, RunDirWatch
-from jobs.deferral import must_wait
 from jobs.ending import (
     await_loss_of_first_node,
     conclude,
@@ -55,7 +53,7 @@ from jobs.node_attempt import (
 from jobs.ranks.health_check import check_health
 from jobs.ranks.monitor import NodeMonitor
 from jobs.ranks.round import RankSetup, prepare_round, run_round
-from jobs.ranks.standby import Standby
+from jobs.ranks.torchrun import Standby
 from jobs.senders import commenting, sending
 from jobs.staging.copy_progress import StagingStopped
 from jobs.staging.node_staging import NodeStaging
@@ -97,7 +95,7 @@ def _run_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation, stop: S
         return 0
     channel: ControlChannel
     if allocation.is_first:
-        if on_storage(partial(must_wait, run, spec, allocation)):
+        if on_storage(partial(claim.must_wait, run, spec, allocation)):
             return 0
         secret = secrets.token_hex(16)
         channel = ControlServer(
@@ -123,8 +121,7 @@ def _run_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation, stop: S
         attempt, status = joined, NodeStatus(node_rank=allocation.node_rank)
         hosts = first_node_hosts(allocation.first_node, attempt.addresses, spec.network.interface)
         channel = ControlClient(hosts, attempt.port, attempt.secret, status, timeout_seconds=spec.stage_timeout_seconds)
-    writer = claim.event_file(run, attempt.attempt, allocation.node_rank)
-    node = NodeAttempt(run=run, spec=spec, allocation=allocation, attempt=attempt, writer=writer)
+    node = NodeAttempt(run=run, spec=spec, allocation=allocation, attempt=attempt)
     try:
         return _take_part(node, channel, stop)
     except Exception as error:  # noqa: BLE001 - whatever it is, the attempt must not stay claimed for ever
@@ -137,13 +134,13 @@ def _addresses(spec: RunSpec, allocation: NodeAllocation) -> list[str]:
     """Return this node's addresses; none with --cluster local. Raises BadNodeError if --interface has no address."""
     if allocation.cluster != "slurm":
         return []
-    found = own_addresses(spec.network.interface)
-    if spec.network.interface and not found:
+    addresses = own_addresses(spec.network.interface)
+    if spec.network.interface and not addresses:
         raise BadNodeError(
             f"--interface is {spec.network.interface}, but {allocation.host} has no such network interface with an "
             f"address: it has {', '.join(interface_addresses())}"
         )
-    return found
+    return addresses
 
 
 def _take_part(node: NodeAttempt, channel: ControlChannel, stop: StopRequest) -> int:
@@ -240,9 +237,8 @@ class _Agent:
     def _train(self) -> None:
         """Stage the data, then take part in each round that includes this node. Report errors, but raise defects."""
         try:
-            threads = threads_per_rank(self._node.allocation, self._node.spec.resources.ranks_per_node)
             python = self._node.spec.python or sys.executable
-            setup = RankSetup(data=None, python=python, threads=threads, standby=self._standby)
+            setup = RankSetup(data=None, python=python, standby=self._standby)
             if self._node.spec.stage_env is None:
                 prepare_round(self._node, self._monitor, setup)
             self._record_joined()
@@ -271,7 +267,7 @@ class _Agent:
             log(str(error))
 
     def _record_joined(self) -> None:
-        """Wait until the first node's agent answers; record this node's clock skew and free space."""
+        """Wait until the first node's agent answers; record this node's clock skew."""
         node, channel, allocation = self._node, self._channel, self._node.allocation
         _addresses(node.spec, allocation)
         if isinstance(channel, ControlClient) and not channel.met.wait(_MEET_SECONDS):
@@ -282,14 +278,7 @@ class _Agent:
                 "is there a firewall between the nodes (--port-range), or must they use another network (--interface)?"
             )
         skew = channel.clock_skew_seconds
-        joined = Joined(
-            node=node.host,
-            node_rank=allocation.node_rank,
-            clock_skew_seconds=round(skew, 3),
-            tmp_free_bytes=shutil.disk_usage(node.stage_dir).free,
-            shm_free_bytes=shutil.disk_usage(DEV_SHM).free if DEV_SHM.exists() else 0,
-        )
-        node.record(joined)
+        node.record(Joined(node=node.host, node_rank=allocation.node_rank, clock_skew_seconds=round(skew, 3)))
         if abs(skew) > _MAX_SKEW_SECONDS:
             log(f"the clock of {node.host} is {-skew:+.1f} s off that of {allocation.first_node}")
 
@@ -320,25 +309,6 @@ class _Agent:
             time.sleep(_POLL_SECONDS)
         channel.close()
         return 0
-
-
-def threads_per_rank(allocation: NodeAllocation, num_ranks: int) -> int:
-    """Share the usable CPUs among the machine's ranks, `num_ranks` per node. Returns the threads per rank, at least 1.
-
-    Raises:
-        TorchrelayError: this process may use fewer cores than the job was given.
-    """
-    usable, machine = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    if allocation.cpus is not None and usable < min(allocation.cpus, machine):
-        raise TorchrelayError(
-            f"{allocation.host} lets the job use {usable} of the {allocation.cpus} CPUs it asked for: the job "
-            "inherited the CPU binding of another job's shell; type `unset SLURM_CPU_BIND` before sbatch, or submit "
-            "with hpc submit"
-        )
-    # Without binding, a process may use the cores of other jobs as well.
-    usable = min(usable, allocation.cpus or usable)
-    sharing = num_ranks * (allocation.num_nodes if allocation.cluster == "local" else 1)
-    return max(1, usable // sharing)
 
 
 if __name__ == "__main__":

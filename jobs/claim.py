@@ -15,11 +15,13 @@ from hpc.run.causes import JobState
 from hpc.run.events import ledger
 from hpc.run.events.attempts import Attempt, attempts_of
 from hpc.run.events.history import History
-from hpc.run.events.kinds import Claimed, Deferred, Refused, StartedNothing
+from hpc.run.events.kinds import Claimed, Refused
 from hpc.run.events.ledger import EventWriter, claim_file, record_once
 from hpc.run.rundir import RunDir
+from hpc.run.spec import RunSpec
 from hpc.slurm import client as slurm
 from hpc.slurm import handover
+from hpc.slurm.predecessors import dependency, predecessors_of, wait_again
 from jobs.node_attempt import STORAGE_SECONDS, NodeAllocation, ask_slurm, await_storage, log
 
 _POLL_SECONDS = 0.5
@@ -29,15 +31,12 @@ _ENDING_SECONDS = 120.0
 _LOOK_SECONDS = 30.0
 # Longer than a fail-over of Slurm's controller (SlurmctldTimeout, 120 s), but shorter than other agents wait to join.
 _CONTROLLER_SECONDS = 480.0
+# Slurm kills the processes of a requeued job after KillWait, by default 30 s.
+_AFTER_REQUEUE_SECONDS = 20.0
 
 
 class FirstNodeLostError(TorchrelayError):
     """The first node was lost before its agent had claimed an attempt."""
-
-
-def event_file(run: RunDir, attempt: int, node_rank: int) -> EventWriter:
-    """Return the writer of one node's event file in one attempt."""
-    return EventWriter(ledger.agent_file(run, attempt, node_rank), attempt)
 
 
 def claim_next(
@@ -91,6 +90,37 @@ def refuse_if_complete(run: RunDir, allocation: NodeAllocation) -> bool:
     return True
 
 
+def must_wait(run: RunDir, spec: RunSpec, allocation: NodeAllocation) -> bool:
+    """Return whether the run must still wait for other runs. If so, this job is requeued and makes no attempt.
+
+    Such a job started because the jobs of the other runs have ended, but those runs go on in new jobs
+    (hpc.slurm.predecessors). If the wait cannot end, for example because a run that must be complete has failed, the
+    job is held in the queue, like a job whose dependency is never satisfied. `hpc resume` of that run releases it.
+
+    Raises:
+        TorchrelayError: Slurm does not answer, or refuses to requeue the job.
+    """
+    if allocation.cluster != "slurm" or not (spec.after or spec.after_ok):
+        return False
+    jobs = ask_slurm(slurm.jobs, _CONTROLLER_SECONDS)
+    waits = [predecessor for predecessor in predecessors_of(run, spec, jobs) if not predecessor.is_over]
+    if not waits:
+        return False
+    job_id = allocation.job_id
+    problem = next((predecessor.problem for predecessor in waits if predecessor.problem), None)
+    reason = problem or f"it waits for {', '.join(f'run {predecessor.run.name}' for predecessor in waits)}"
+    refuse(run, allocation, reason, waits=True)
+    log(f"this job goes back into the queue: {reason}")
+    if problem is None:
+        slurm.requeue(job_id)
+        ask_slurm(lambda: slurm.update(job_id, Dependency=dependency(run, spec, jobs)), _AFTER_REQUEUE_SECONDS)
+    else:
+        slurm.requeue_held(job_id)
+        # If the other run got a new job before this one was held, release this one to wait for the new job.
+        ask_slurm(lambda: wait_again(run, job_id, slurm.jobs(), held=True), _AFTER_REQUEUE_SECONDS)
+    return True
+
+
 def _resume(run: RunDir) -> str:
     return f"hpc resume {shlex.quote(str(run.path))}"
 
@@ -124,7 +154,7 @@ def claim(
     """
     attempts = History.load(run).attempts
     # submitit's local executor does not count the restarts of a job.
-    if allocation.cluster == "slurm" and any((one.job_id, one.restart) == allocation.job_start for one in attempts):
+    if allocation.cluster == "slurm" and allocation.job_start in {attempt.job_start for attempt in attempts}:
         raise TorchrelayError(f"job {allocation.job_id} has already started an attempt: submit the script again")
     number = len(attempts) + 1
     claimed = Claimed(
@@ -137,26 +167,17 @@ def claim(
     return attempts_of([claimed])[0]
 
 
-def refuse(run: RunDir, allocation: NodeAllocation, reason: str) -> None:
-    """Tell the other nodes' agents that this job start makes no attempt, and why."""
-    event = Refused(job_id=allocation.job_id, restart=allocation.restart, detail=reason)
-    _file_of_start(run, allocation).append(event)
-
-
-def defer(run: RunDir, allocation: NodeAllocation, reason: str) -> None:
-    """Tell the other nodes' agents that this job start makes no attempt, because the run waits for other runs."""
-    event = Deferred(job_id=allocation.job_id, restart=allocation.restart, detail=reason)
-    _file_of_start(run, allocation).append(event)
-
-
-def _file_of_start(run: RunDir, allocation: NodeAllocation) -> EventWriter:
-    return EventWriter(run.events / f"job-{allocation.job_id}-{allocation.restart}.jsonl")
+def refuse(run: RunDir, allocation: NodeAllocation, reason: str, *, waits: bool = False) -> None:
+    """Tell the other nodes' agents that this job start makes no attempt, and why; `waits` is for other runs."""
+    job_id, restart = allocation.job_start
+    writer = EventWriter(run.events / f"job-{job_id}-{restart}.jsonl")
+    writer.append(Refused(job_id=job_id, restart=restart, detail=reason, waits=waits))
 
 
 def why_nothing_started(history: History, allocation: NodeAllocation) -> str | None:
-    """Return why this job start makes no attempt; None if no agent has refused or deferred it."""
-    own = (one for one in history.of(StartedNothing) if (one.job_id, one.restart) == allocation.job_start)
-    return next((one.detail for one in own), None)
+    """Return why this job start makes no attempt; None if no agent has refused it."""
+    refusals = history.of(Refused)
+    return next((event.detail for event in refusals if (event.job_id, event.restart) == allocation.job_start), None)
 
 
 def join(
@@ -181,8 +202,8 @@ def join(
         # submitit's local executor counts no restarts: an attempt that this node has joined is from an earlier start.
         if (
             newest is not None
-            and (newest.job_id, newest.restart) == allocation.job_start
-            and not event_file(run, newest.attempt, allocation.node_rank).path.exists()
+            and newest.job_start == allocation.job_start
+            and not ledger.agent_file(run, newest.attempt, allocation.node_rank).exists()
         ):
             if newest.ended:
                 raise TorchrelayError(f"attempt {newest.attempt} ended before this node could join it")

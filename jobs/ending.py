@@ -63,15 +63,17 @@ def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coo
     # A node that has not joined may have died before it could.
     absent = set(range(node.allocation.num_nodes)) - server.statuses().keys() - {node.allocation.node_rank}
     lost = recent | absent | coordinator.stuck | _wait_for_others(node, server, monitor)
-    failure, fields = coordinator.failure, dict[str, Any]()
+    failure = coordinator.failure
+    fields = dict[str, Any]()
     if not _is_finished(node, coordinator.signal, done=coordinator.done):
         # Save before asking Slurm: it may take half a minute to answer, and may end the job meanwhile.
         save_snapshot(node, monitor.node_dir)
     ending = _inspect_ending(
-        node, coordinator.signal, failure.cause if failure else Cause.CRASHED, done=coordinator.done
+        node, coordinator.signal, Cause(failure.cause if failure else Cause.CRASHED), done=coordinator.done
     )
     cause = cause_of(ending)
-    last_step, counted = None, None if node.reports_steps else coordinator.counted.done
+    last_step = None
+    counted = None if node.reports_steps else coordinator.counted.done
     if node.reports_steps:
         # Take the last step that any rank has done, because the metrics may be some steps behind.
         failed_step = failure.step if failure else 0
@@ -80,7 +82,7 @@ def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coo
         fields = {key: getattr(failure, key) for key in ("detail", "failed_at", "node", "rank", "signature")}
         # Record the failure's own step, because it has decided whether the run may restart.
         last_step = last_step if failure.step is None else failure.step
-        counted = failure.counted_steps
+        counted = failure.counted_steps or counted
     ended = AttemptEnded(attempt=node.attempt.attempt, cause=cause, step=last_step, counted_steps=counted, **fields)
     if not record_end(node, ended):
         return 1  # other agents, which have lost contact with this one, have ended the attempt
@@ -99,24 +101,17 @@ def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coo
 
 
 def conclude_failed_agent(node: NodeAttempt, failure: Cause, detail: str, signal: str | None = None) -> int:
-    """Conclude the attempt on behalf of a first node's agent that has failed.
+    """Conclude the attempt on behalf of a first node's agent that has failed. Returns the exit code.
 
-    Args:
-        node: the first node's part in the attempt.
-        failure: the cause to record, unless the run is finished, or the user or Slurm ended the attempt.
-        detail: what failed.
-        signal: the signal that asked the agent to stop, if one did.
-
-    Returns:
-        The exit code.
+    `failure` is the cause to record, unless the run is finished, or the user or Slurm ended the attempt. `signal` is
+    the one that asked the agent to stop, if one did.
     """
     ending = _inspect_ending(node, signal, failure)
     cause = cause_of(ending)
     step = (handover.last_step(node.run) or 0) if node.reports_steps else None
     # Agents that recorded nothing may end for another reason each time, so such ends do not count as the same failure.
     signature = None if failure is Cause.LOST else signature_of(detail)
-    is_innocent = cause is not failure or (cause is Cause.LOST and _follows_a_dead_start(node))
-    blamed = None if is_innocent else node.host
+    blamed = node.host if cause is failure else None
     number = node.attempt.attempt
     ended = AttemptEnded(attempt=number, cause=cause, step=step, detail=detail, node=blamed, signature=signature)
     if not record_end(node, ended):
@@ -142,17 +137,6 @@ def continue_ended_run(node: NodeAttempt, cause: Cause) -> int:
     return _continue_run(
         node, cause, _inspect_ending(node, None, cause).job_state, LostNodes(lost=node.reported_lost())
     )
-
-
-def _follows_a_dead_start(node: NodeAttempt) -> bool:
-    """Return whether the agents of the previous attempt fell silent in an earlier start of this job.
-
-    If their node was only suspended, the earlier srun ends the job step of this start when the node resumes, because
-    both steps have the same name. So this start's node is not to blame.
-    """
-    before = node.history().during(node.attempt.attempt - 1)
-    was_silent = any(end.last_heard is not None for end in before.of(AttemptEnded))
-    return was_silent and [attempt.job_id for attempt in before.attempts] == [node.allocation.job_id]
 
 
 def _continue_run(node: NodeAttempt, cause: Cause, job_state: JobState, nodes: LostNodes) -> int:
@@ -234,7 +218,8 @@ def take_over(node: NodeAttempt, channel: ControlClient, monitor: NodeMonitor) -
 
     Returns the exit code.
     """
-    failed_at, host = steady_time() - channel.silent_seconds, node.allocation.first_node
+    failed_at = steady_time() - channel.silent_seconds
+    host = node.allocation.first_node
     detail = f"lost contact with {host}"
     log(detail)
     node.record(NodeLost(node=host, last_heard=failed_at, detail=detail))
@@ -283,11 +268,11 @@ def replace_job_without_first_node(run: RunDir, spec: RunSpec, allocation: NodeA
     log(detail)
     # No rank has started in this job, so even with --start-once another one may follow.
     attempt = claim.claim_next(run, allocation, port=0, secret="")
-    writer = claim.event_file(run, attempt.attempt, allocation.node_rank)
-    node = NodeAttempt(run=run, spec=spec, allocation=allocation, attempt=attempt, writer=writer)
+    node = NodeAttempt(run=run, spec=spec, allocation=allocation, attempt=attempt)
     step = (handover.last_step(run) or 0) if spec.program.reports_steps else None
-    number = attempt.attempt
-    ended = AttemptEnded(attempt=number, cause=Cause.NODE_FAILURE, step=step, detail=detail, node=allocation.first_node)
+    ended = AttemptEnded(
+        attempt=attempt.attempt, cause=Cause.NODE_FAILURE, step=step, detail=detail, node=allocation.first_node
+    )
     if record_end(node, ended):
         if not start_next_attempt(node, LostNodes(lost=[allocation.first_node])):
             end_job(node)

@@ -29,7 +29,6 @@ from hpc.run.spec import RunSpec
 from hpc.slurm import client as slurm
 from hpc.slurm import handover, job_fields
 from jobs import claim
-from jobs.deferral import must_wait
 from jobs.ending import conclude_failed_agent, continue_ended_run
 from jobs.node_attempt import (
     NodeAllocation,
@@ -79,11 +78,8 @@ def _do_the_rest(argv: list[str]) -> int:
         return exit_code
     send_heartbeats(run)  # saving a snapshot, or waiting for Slurm's controller, may take minutes
     number = exit_code - _BY_SIGNAL
-    killed_by = next((each.name for each in signal.Signals if each == number), None)
-    node = NodeAttempt(
-        run=run, spec=spec, allocation=allocation, attempt=attempt,
-        writer=claim.event_file(run, attempt.attempt, allocation.node_rank),
-    )  # fmt: skip
+    killed_by = next((sent.name for sent in signal.Signals if sent == number), None)
+    node = NodeAttempt(run=run, spec=spec, allocation=allocation, attempt=attempt)
     if attempt.cause is not None:
         return continue_ended_run(node, Cause(attempt.cause))
     ended_with = f"ended with {killed_by or f'exit code {exit_code}'}"
@@ -116,7 +112,7 @@ def _unfinished_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation) 
     if claim.why_nothing_started(history, allocation) is not None:
         return None
     for attempt in history.attempts:
-        if (attempt.job_id, attempt.restart) == allocation.job_start:
+        if attempt.job_start == allocation.job_start:
             decided = Requeued | Resubmitted | NotContinued
             has_gone_on = any(isinstance(event, decided) for event in history.during(attempt.attempt).events)
             is_over = attempt.ended is not None and (has_gone_on or not history.may_restart)
@@ -126,7 +122,7 @@ def _unfinished_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation) 
     if history.is_complete or is_replaced:
         return None
     # A run waits for other runs only before its first attempt, so claim that attempt only after the wait.
-    return None if must_wait(run, spec, allocation) else claim.claim_next(run, allocation, 0, "")
+    return None if claim.must_wait(run, spec, allocation) else claim.claim_next(run, allocation, 0, "")
 
 
 if __name__ == "__main__":

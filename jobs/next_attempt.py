@@ -47,7 +47,8 @@ def start_next_attempt(node: NodeAttempt, nodes: LostNodes) -> bool:
     good, try the other: some clusters allow no requeues, others no jobs from their compute nodes, or no second job. If
     it refuses both, end this job and then replace it. Returns False if the run stops here.
     """
-    dead, avoid = set(nodes.lost) - set(nodes.alive), [*nodes.lost, *nodes.bad]
+    dead = set(nodes.lost) - set(nodes.alive)
+    avoid = [*nodes.lost, *nodes.bad]
     why_new = f"{', '.join(nodes.lost)} lost" if nodes.lost else _why_new_job(node)
     claim = cache(lambda: handover.claim_next_job(node.run, node.attempt.attempt, node.history()))
     requeue, submit, end_first = "requeue this job", "accept a new job", "accept a new job after the end of this one"

@@ -37,8 +37,8 @@ from hpc.slurm.client import SlurmRefusalError
 _RETRY_SECONDS, _ALIVE_SECONDS = 3.0, 5.0
 STORAGE_SECONDS = 3600.0
 """Seconds for which agents wait, with idle nodes, for storage that is full or does not answer."""
-# Storage that has not answered for this long hangs, as an NFS mount does whose server is away.
-_HANGS_SECONDS = 3.0
+HANGS_SECONDS = 3.0
+"""Storage that has not answered for this long hangs, as an NFS mount does whose server is away."""
 _Answer = TypeVar("_Answer")
 
 
@@ -124,16 +124,17 @@ class SharedStorage:
         Raises:
             OSError: `act` raised it.
         """
-        request = self._request(act)
+        request = self.request(act)
         # Only the callers of the first seconds wait.
-        answered, _ = wait([request], max(0.0, self._began + _HANGS_SECONDS - time.monotonic()))
+        answered, _ = wait([request], max(0.0, self._began + HANGS_SECONDS - time.monotonic()))
         return request.result() if answered else otherwise
 
     def finish(self) -> None:
         """Wait until the storage has answered every request."""
-        self._request(lambda: None).result()
+        self.request(lambda: None).result()
 
-    def _request(self, act: Callable[[], _Answer]) -> "Future[_Answer]":
+    def request(self, act: Callable[[], _Answer]) -> "Future[_Answer]":
+        """Have `act` called after all that was requested before, and return its answer, which comes later."""
         answer = Future[_Answer]()
         with self._lock:
             self._requests.append((act, answer))
@@ -164,7 +165,6 @@ class NodeAttempt:
     spec: RunSpec
     allocation: NodeAllocation
     attempt: Attempt
-    writer: EventWriter
     storage: SharedStorage = field(default_factory=SharedStorage)
     has_unsaved_snapshot: threading.Event = field(default_factory=threading.Event)
     """Set if the newest snapshot could not be saved, and so exists only in this node's memory."""
@@ -173,6 +173,12 @@ class NodeAttempt:
     def host(self) -> str:
         """This node's host name."""
         return self.allocation.host
+
+    @property
+    def writer(self) -> EventWriter:
+        """The writer of this node's events."""
+        number = self.attempt.attempt
+        return EventWriter(ledger.agent_file(self.run, number, self.allocation.node_rank), number)
 
     @cached_property
     def stage_dir(self) -> Path:
@@ -201,6 +207,10 @@ class NodeAttempt:
         A full disk does not interrupt the run: the error is logged.
         """
         self.storage.ask(partial(self._record, ledger.dated(event)), otherwise=None)
+
+    def record_later(self, event: Event) -> None:
+        """Have an event appended as `record` does, and do not wait for that."""
+        self.storage.request(partial(self._record, ledger.dated(event)))
 
     def _record(self, event: Event) -> None:
         try:

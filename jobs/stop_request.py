@@ -59,5 +59,5 @@ class StopRequest:
         if not self.is_last:
             return spec.stop_lead_seconds - REQUEUE_SECONDS
         # Use the grace time of the run's partition, from the newest submission that found one.
-        known = [event.grace_seconds for event in reversed(history.of(Submitted))]
-        return save_timeout_seconds(next(filter(None, known), KILL_WAIT_SECONDS))
+        graces = [event.grace_seconds for event in reversed(history.of(Submitted))]
+        return save_timeout_seconds(next(filter(None, graces), KILL_WAIT_SECONDS))

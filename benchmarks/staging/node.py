@@ -18,7 +18,6 @@ from pathlib import Path
 import tyro
 
 from hpc.run.events.attempts import Attempt
-from hpc.run.events.ledger import EventWriter
 from hpc.run.nodedir import HeldNodeDir
 from hpc.run.rundir import RunDir
 from hpc.run.spec import Resources, RunSpec
@@ -118,7 +117,6 @@ def make_node(options: Options) -> Node:
         attempt=Attempt(
             attempt=1, job_id="1", restart=0, secret=secret, port=options.port, nodes=hosts, started=time.time()
         ),
-        writer=EventWriter(run.events / f"node-{options.rank}.jsonl", 1),
     )  # fmt: skip
     stop = StopRequest()
     stop.install()

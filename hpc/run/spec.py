@@ -176,8 +176,6 @@ class Recovery:
     auto: submit a new job if Slurm holds requeued jobs for more than 15 s (its default is 120 s)."""
     health_check: Annotated[str | None, Flag(metavar="COMMAND")] = None
     """Run this shell command on each node before its first ranks start. The run avoids a node on which it fails."""
-    evict_slow: bool = False
-    """Replace a node by a spare if its rank slows down all others. Only for the image classifier."""
     start_once: bool = False
     """Never start the ranks again, whatever has ended them: for a script that must not start twice."""
     grace_period: Annotated[str | None, Flag(metavar="TIME")] = None
@@ -193,8 +191,6 @@ class Recovery:
         if self.start_once and (self.elastic or self.spares):
             flag = "--elastic" if self.elastic else f"--spares {self.spares}"
             raise UserError(f"--start-once and {flag} are both given, but {flag} restarts the ranks: leave one out")
-        if self.evict_slow and not self.spares:
-            raise UserError("--evict-slow needs a node that can take over: add --spares 1")
         if self.hang_timeout != "auto" and duration_seconds("--hang-timeout", self.hang_timeout) < 1:
             raise UserError(f"--hang-timeout is {self.hang_timeout}: use 1s or more, or auto")
         if self.signal_before is not None:

@@ -224,7 +224,7 @@ def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:
     given = (option.partition("=") for option in resources.sbatch)
     extra: dict[str, Any] = {key: value if separator else True for key, separator, value in given}
     # With --requeue, Slurm requeues a job whose node died even if JobRequeue=0. A job that waits for other runs needs
-    # it with --start-once, too: if it starts too early, it is requeued (jobs.deferral).
+    # it with --start-once, too: if it starts too early, it is requeued (jobs.claim).
     starts_once = spec.recovery.start_once and not (spec.after or spec.after_ok)
     extra["no-requeue" if starts_once else "requeue"] = True
     if resources.time_min is not None:

@@ -2,7 +2,7 @@
 
 A dependency names jobs, but a run may continue in another job, or be requeued by hand after its job has ended. So each
 process that submits the next job of a run redirects the jobs that wait for it (`redirect_waiting_jobs`), and a job that
-starts too early waits again (jobs.deferral). Slurm waits only for the end of a job (`afterany`); the run directory says
+starts too early waits again (jobs.claim). Slurm waits only for the end of a job (`afterany`); the run directory says
 how the run has ended.
 """
 

@@ -96,7 +96,7 @@ def _unsent(history: History) -> list[str]:
 def _refused_job(history: History) -> list[str]:
     """Return a warning if the newest job refused to start the run, for example because the run was cancelled."""
     starts = [event for event in history.events if isinstance(event, Refused | Claimed | Resumed)][-1:]
-    return [f"job {event.job_id}: {event.detail}" for event in starts if isinstance(event, Refused)]
+    return [f"job {event.job_id}: {event.detail}" for event in starts if isinstance(event, Refused) and not event.waits]
 
 
 def _ranks_that_ended_early(attempt: History) -> list[str]:

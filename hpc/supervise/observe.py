@@ -10,7 +10,7 @@ from hpc.base.files import modified
 from hpc.run.causes import JobState
 from hpc.run.events.attempts import Attempt, budget_of, may_restart_after
 from hpc.run.events.history import History
-from hpc.run.events.kinds import Excluded, Released, Requeued, Resubmitted, Resumed, StartedNothing, Submitted
+from hpc.run.events.kinds import Excluded, Refused, Released, Requeued, Resubmitted, Resumed, Submitted
 from hpc.run.rundir import RunDir
 from hpc.slurm import client as slurm
 from hpc.slurm import handover
@@ -142,7 +142,7 @@ def observe(run: RunDir, jobs: Mapping[str, Sequence[SlurmJob]], storage_now: fl
     released = [event.time for event in own if isinstance(event, Released)]
     claim = history.unfinished_handover(number)
     excluded = [event.excluded for event in history.events if isinstance(event, Submitted | Resubmitted | Excluded)]
-    refusals = [event.detail for event in history.of(StartedNothing) if event.job_id == job_id]
+    refusals = [event.detail for event in history.of(Refused) if event.job_id == job_id]
     known = RunObservation(
         complete=complete,
         cancelled=history.is_cancelled,

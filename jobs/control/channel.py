@@ -8,8 +8,10 @@ Connections are authenticated with the attempt's secret, which is in the run dir
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
+
+import msgspec
 
 from hpc.base.kernel import steady_time
 from hpc.base.transport import Connection, DecodeError, Limits, Server, connect
@@ -63,7 +65,8 @@ class ControlServer:
         """Directive for all nodes, always assigned as a whole, so that no lock is needed."""
         self.status = NodeStatus(node_rank=0)
         """This node's own status."""
-        self._timeout_seconds, self._reported_at = timeout_seconds, time.monotonic()
+        self._timeout_seconds = timeout_seconds
+        self._reported_at = time.monotonic()
         self._statuses: dict[int, NodeStatus] = {}
         self.clock = AgentClock()
         self._heard: dict[int, float] = {}
@@ -149,7 +152,8 @@ class ControlClient:
         The thread tries `hosts`, the first node's names and addresses, in this order, until one of them works.
         If this agent hangs for `timeout_seconds` before the training, the thread sends nothing any more.
         """
-        self._timeout_seconds, self._reported_at = timeout_seconds, time.monotonic()
+        self._timeout_seconds = timeout_seconds
+        self._reported_at = time.monotonic()
         self.directive, self.status = Directive(), status
         self.clock_skew_seconds = 0.0
         """Seconds by which the first node's clock was ahead of this node's at the first answer."""
@@ -160,7 +164,8 @@ class ControlClient:
         self.hosts, self._port, self._secret = hosts, port, secret
         self.first_node_address = self.own_address = ALONE
         """Addresses at which this node reaches the first node, and at which other nodes reach this one."""
-        self.clock, self._heard = AgentClock(), time.monotonic()
+        self.clock = AgentClock()
+        self._heard = time.monotonic()
         self._changed, self._closed = threading.Event(), threading.Event()
         self._defect: Exception | None = None
         self._thread = threading.Thread(target=self._keep_connected, daemon=True, name="control-client")
@@ -228,7 +233,7 @@ class ControlClient:
             if _hangs(self.status, self.clock.since(self._reported_at), self._timeout_seconds):
                 raise TimeoutError
             sent_at = steady_time()
-            connection.send(asdict(self.status))
+            connection.send(msgspec.to_builtins(self.status))
             answer = decode(connection.receive(), Answer)
             self._heard, self.first_node_has_ended = time.monotonic(), False
             if answer.directive:

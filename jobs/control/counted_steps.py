@@ -38,7 +38,10 @@ class CountedSteps:
         If ranks that had started after a number of restarts have failed (`after`), torchrun may have replaced them by
         now. So ranks that have started after more restarts count at once.
         """
-        self._steps, self._reports, self._awaits_end, self._after = 0, False, after is None, after
+        self._steps = 0
+        self._reports = False
+        self._awaits_end = after is None
+        self._after = after
 
     def update(
         self, heartbeats: Collection[RankHeartbeat], starts: Sequence[RankStart], world_size: int

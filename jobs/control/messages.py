@@ -12,6 +12,7 @@ import msgspec
 
 from hpc.base.transport import DecodeError
 from hpc.run.causes import Cause
+from hpc.run.events.kinds import RankFailed
 from jobs.staging.coordination import NodeCache, StagingPlan
 
 
@@ -34,6 +35,8 @@ class Phase(StrEnum):
     """The node has ended its ranks, and takes no further part in this attempt."""
 
 
+ABLE = frozenset({Phase.READY, Phase.RUNNING, Phase.ENDED})
+"""Phases of nodes that can take part in a round."""
 OVER = frozenset({Phase.FAILED, Phase.BAD_NODE, Phase.LEFT})
 """Phases in which an agent takes no further part in the attempt."""
 
@@ -68,27 +71,6 @@ class RankStart:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankFailure:
-    """A rank that exited with an error. Times are seconds since the epoch."""
-
-    node: str
-    round: int
-    rank: int
-    restarts: int
-    """As in RankStart."""
-    started_at: float
-    failed_at: float
-    exit_code: int
-    signal: str | None
-    cause: Cause
-    step: int | None
-    """Last step that the rank had done; None if unknown."""
-    detail: str
-    counted_steps: int | None = None
-    """Optimizer steps that the rank had done since its start, if it did not report them; None if unknown."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class NodeStatus:
     """State of one node, as its agent reports it to the first node's agent."""
 
@@ -107,7 +89,7 @@ class NodeStatus:
     heartbeats: tuple[RankHeartbeat, ...] = ()
     starts: tuple[RankStart, ...] = ()
     """The last start of each of the node's ranks in the round, unless that rank has failed."""
-    failures: tuple[RankFailure, ...] = ()
+    failures: tuple[RankFailed, ...] = ()
     """The last few failures of the node's ranks, in any round."""
     signal: str | None = None
     """The first signal that asked this node to stop."""

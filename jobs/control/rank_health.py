@@ -43,16 +43,16 @@ class Hang:
 
 def timeout_seconds(heartbeat: RankHeartbeat, setting: str) -> float:
     """Return for how many seconds a rank may show no sign of life in its phase. `setting` is --hang-timeout."""
-    given = None if setting == "auto" else duration_seconds("--hang-timeout", setting)
+    limit = None if setting == "auto" else duration_seconds("--hang-timeout", setting)
     steps = _HANG_STEPS * (heartbeat.step_seconds or 0.0)
     is_timed = heartbeat.phase in _TIMED_PHASES and heartbeat.step_seconds is not None
     if is_timed or heartbeat.state == _STOPPED:
-        return given or max(_HANG_MIN_SECONDS, steps)
-    if heartbeat.phase == UNWATCHED and given is None:
+        return limit or max(_HANG_MIN_SECONDS, steps)
+    if heartbeat.phase == UNWATCHED and limit is None:
         return math.inf
     if heartbeat.phase in {_SCRIPT_PHASE, COUNTED}:
-        return given or max(_OTHER_PHASES_SECONDS, steps)
-    return max(_OTHER_PHASES_SECONDS, given or 0)
+        return limit or max(_OTHER_PHASES_SECONDS, steps)
+    return max(_OTHER_PHASES_SECONDS, limit or 0)
 
 
 def find_hang(heartbeats: Mapping[int, RankHeartbeat], setting: str) -> Hang | None:
@@ -62,23 +62,23 @@ def find_hang(heartbeats: Mapping[int, RankHeartbeat], setting: str) -> Hang | N
     it for ever, whatever phase they are in.
     """
     # In many scripts only rank 0 writes heartbeats: then the others wait for it.
-    heartbeats = {rank: each for rank, each in heartbeats.items() if each.phase not in _SILENT_PHASES} or heartbeats
-    late = [each for each in heartbeats.values() if each.still_seconds > timeout_seconds(each, setting)]
+    heartbeats = {rank: beat for rank, beat in heartbeats.items() if beat.phase not in _SILENT_PHASES} or heartbeats
+    late = [beat for beat in heartbeats.values() if beat.still_seconds > timeout_seconds(beat, setting)]
     is_everybody = bool(late) and len(late) == len(heartbeats)
-    if not is_everybody and all(each.state != _STOPPED for each in late):
+    if not is_everybody and all(beat.state != _STOPPED for beat in late):
         return None
     seconds = max(heartbeat.still_seconds for heartbeat in heartbeats.values())
     unkillable = tuple(rank for rank, heartbeat in heartbeats.items() if heartbeat.state == "D")
     hanging = _find_hanging_rank(heartbeats)
-    if hanging is None and all(each.phase == UNWATCHED for each in heartbeats.values()):
+    if hanging is None and all(beat.phase == UNWATCHED for beat in heartbeats.values()):
         return Hang(rank=None, seconds=seconds, detail=describe_silence(seconds))
     if hanging is None:
         phases = Counter(_where(heartbeat) for heartbeat in heartbeats.values())
         counts = ", ".join(f"{count} in {phase}" for phase, count in phases.items())
         detail = f"no rank has moved for {seconds:.0f} s: {counts}"
         return Hang(rank=None, seconds=seconds, detail=detail, unkillable=unkillable)
-    found = heartbeats[hanging]
-    state = _STUCK.get(found.state, f"has been in {_where(found)} for {found.still_seconds:.0f} s")
+    slowest = heartbeats[hanging]
+    state = _STUCK.get(slowest.state, f"has been in {_where(slowest)} for {slowest.still_seconds:.0f} s")
     detail = f"rank {hanging} {state}" + (", and the others wait for it" if len(heartbeats) > 1 else "")
     return Hang(rank=hanging, seconds=seconds, detail=detail, unkillable=unkillable)
 
@@ -97,7 +97,7 @@ def describe_silence(seconds: float) -> str:
 def is_silent(heartbeats: Mapping[int, RankHeartbeat]) -> bool:
     """Return whether no rank writes heartbeats, and none has shown a sign of life for 15 minutes."""
     ranks = heartbeats.values()
-    return all(each.phase in _SILENT_PHASES and each.still_seconds >= _OTHER_PHASES_SECONDS for each in ranks)
+    return all(beat.phase in _SILENT_PHASES and beat.still_seconds >= _OTHER_PHASES_SECONDS for beat in ranks)
 
 
 def _find_hanging_rank(heartbeats: Mapping[int, RankHeartbeat]) -> int | None:
@@ -134,17 +134,19 @@ class StragglerDetector:
 
     def find(self, heartbeats: Mapping[int, RankHeartbeat]) -> list[Straggler]:
         """Return the stragglers to report now."""
-        busy = {rank: each.busy_seconds for rank, each in heartbeats.items() if each.busy_seconds is not None}
+        busy = {rank: beat.busy_seconds for rank, beat in heartbeats.items() if beat.busy_seconds is not None}
         if not busy:
             return []
         # The usual time is the median of all ranks; of two ranks, it is the time of the faster one.
         usual = sorted(busy.values())[(len(busy) - 1) // 2]
-        found, now, limit = [], time.monotonic(), max(_SLOW_FACTOR * usual, usual + _SLOW_MIN_SECONDS)
+        stragglers = list[Straggler]()
+        now = time.monotonic()
+        limit = max(_SLOW_FACTOR * usual, usual + _SLOW_MIN_SECONDS)
         slow = {rank: seconds for rank, seconds in busy.items() if seconds >= limit}
         for rank in [rank for rank in self._slow_since if rank in busy and rank not in slow]:
             del self._slow_since[rank]
         for rank, seconds in slow.items():
             if now - self._slow_since.setdefault(rank, now) > _SLOW_FOR_SECONDS:
                 self._slow_since[rank] = float("inf")  # do not report it again while it is slow
-                found.append(Straggler(rank=rank, busy_seconds=seconds, usual_seconds=usual))
-        return found
+                stragglers.append(Straggler(rank=rank, busy_seconds=seconds, usual_seconds=usual))
+        return stragglers

@@ -28,8 +28,8 @@ class RankStarts:
     def find(self, number: int, world_size: int, starts: Iterable[RankStart]) -> RanksStarted | RanksEnded | None:
         """Return what is to be recorded now about the ranks of round `number`; None if there is nothing new."""
         starts = list(starts)
-        restarts = max((each.restarts for each in starts), default=0)
-        newest = [each for each in starts if each.restarts == restarts]
+        restarts = max((start.restarts for start in starts), default=0)
+        newest = [start for start in starts if start.restarts == restarts]
         ended = ended_ranks(newest, restarts)
         if ended != self.ended:
             self.ended, self._ended_since = ended, time.monotonic()
@@ -46,7 +46,7 @@ class RankStarts:
 
 def ended_ranks(starts: Iterable[RankStart], restarts: int) -> tuple[int, ...]:
     """Return the ranks that have ended with exit code 0, of those that started after a number of restarts."""
-    return tuple(sorted(each.rank for each in starts if each.has_ended and each.restarts == restarts))
+    return tuple(sorted(start.rank for start in starts if start.has_ended and start.restarts == restarts))
 
 
 def describe_ended(ended: Sequence[int]) -> str:

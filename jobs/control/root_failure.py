@@ -25,7 +25,7 @@ from math import inf
 from hpc.base.text import rank_names
 from hpc.run.budget import rank_signature
 from hpc.run.causes import Cause, is_consequence, may_have_waited
-from jobs.control.messages import RankFailure
+from hpc.run.events.kinds import RankFailed
 from jobs.control.rank_starts import describe_ended
 
 # Long enough for all agents to report ranks that ended together.
@@ -46,7 +46,7 @@ class RootFailure:
         """Ranks started before this time (seconds since the epoch) ended because of an interruption already known."""
         self.aborted_at = -inf
         """Time at which the coordinator last had all ranks aborted (seconds since the epoch)."""
-        self._handled: set[RankFailure] = set()
+        self._handled: set[RankFailed] = set()
         self._settling_since: float | None = None
 
     @property
@@ -54,17 +54,15 @@ class RootFailure:
         """Whether ranks have failed and the failure that must be handled is not known yet."""
         return self._settling_since is not None
 
-    def find(self, reported: set[RankFailure], *, all_heard: bool) -> RankFailure | None:
+    def find(self, reported: set[RankFailed], *, all_heard: bool) -> RankFailed | None:
         """Return the failure that the coordinator must handle now; None if there is none, or agents have yet to report.
 
         `all_heard` is whether all members have just reported: a silent one may have died and made the others fail.
         """
         unhandled = reported - self._handled
-        aborted = [each.started_at for each in reported if self._is_aborted(each)]
-        roots = {
-            each for each in unhandled
-            if each.started_at > self.explained_until and not self._is_aborted(each) and not _has_lost(aborted, each)
-        }  # fmt: skip
+        aborted = [failure.started_at for failure in reported if self._is_aborted(failure)]
+        new = {failure for failure in unhandled if failure.started_at > self.explained_until}
+        roots = {failure for failure in new if not self._is_aborted(failure) and not _has_lost(aborted, failure)}
         self._handled |= unhandled - roots
         if not roots:
             self._settling_since = None
@@ -75,17 +73,21 @@ class RootFailure:
         self._settling_since = None
         # When a node fails the preflight, ranks on the other nodes exit too, perhaps earlier; the bad node is the
         # cause all the same.
-        root = min(roots, key=lambda each: (each.cause != Cause.BAD_NODE, is_consequence(each.detail), each.failed_at))
+        root = min(roots, key=_priority)
         # Restarted ranks may have failed meanwhile: their failure is the next one.
         self.explained_until = max(root.failed_at, root.started_at + _TOGETHER_SECONDS)
-        self._handled |= {each for each in unhandled if each.started_at <= self.explained_until}
+        self._handled |= {failure for failure in unhandled if failure.started_at <= self.explained_until}
         return root
 
-    def _is_aborted(self, failure: RankFailure) -> bool:
+    def _is_aborted(self, failure: RankFailed) -> bool:
         return failure.signal == "SIGABRT" and 0.0 <= failure.failed_at - self.aborted_at < _ABORT_SECONDS
 
 
-def explain(failure: RankFailure, ended: Sequence[int]) -> tuple[str, str | None]:
+def _priority(failure: RankFailed) -> tuple[bool, bool, float]:
+    return failure.cause != Cause.BAD_NODE, is_consequence(failure.detail), failure.failed_at
+
+
+def explain(failure: RankFailed, ended: Sequence[int]) -> tuple[str, str | None]:
     """Return a rank's failure in words, and its signature (hpc.run.budget).
 
     `ended` are the ranks that had started together with it and have ended with exit code 0.
@@ -100,7 +102,7 @@ def explain(failure: RankFailure, ended: Sequence[int]) -> tuple[str, str | None
     return f"{name}: {how}" + describe_ended(ended), signature
 
 
-def _has_lost(aborted: list[float], failure: RankFailure) -> bool:
+def _has_lost(aborted: list[float], failure: RankFailed) -> bool:
     """Return whether a rank failed because it lost an aborted peer that was started together with it."""
     together = any(abs(failure.started_at - started_at) < _TOGETHER_SECONDS for started_at in aborted)
     return together and is_consequence(failure.detail)

@@ -26,7 +26,8 @@ class RunDirWatch:
 
     def __init__(self, run: RunDir, attempt: Attempt) -> None:
         self._run, self._claim, self._secret = run, ledger.claim_file(run, attempt.attempt), attempt.secret
-        self._device, self._parents = 0, dict[Path, tuple[int, int]]()
+        self._device = 0
+        self._parents = dict[Path, tuple[int, int]]()
         self._is_gone = threading.Event()
         threading.Thread(target=self._look, daemon=True, name="run-dir").start()
 

@@ -5,11 +5,12 @@ Runs on compute nodes.
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+
+from msgspec import structs
 
 from hpc.base.errors import TorchrelayError
 from hpc.run.causes import Cause
-from jobs.control.messages import RankFailure
+from hpc.run.events.kinds import RankFailed
 from jobs.node_attempt import log
 
 
@@ -22,11 +23,11 @@ class InputCheck:
         It runs in a thread, because it takes minutes for a large copy.
         """
         self._replace_damaged = replace_damaged
-        self._held = list[RankFailure]()
+        self._held = list[RankFailed]()
         self._thread: threading.Thread | None = None
         self._damaged = 0
 
-    def explained(self, failures: Sequence[RankFailure]) -> list[RankFailure]:
+    def explained(self, failures: Sequence[RankFailed]) -> list[RankFailed]:
         """Return the failures to report now. Those that a damaged copy has caused are crashes, not bad input."""
         suspects = [failure for failure in failures if failure.cause is Cause.BAD_INPUT]
         if not suspects and not self._held:
@@ -39,13 +40,14 @@ class InputCheck:
         self._held += suspects
         if self._thread.is_alive():
             return others
-        held, self._held, damaged, self._damaged = self._held, [], self._damaged, 0
+        held, self._held = self._held, []
+        damaged, self._damaged = self._damaged, 0
         if not damaged:
             return [*held, *others]
         told = f"the copy of the data on this node was damaged ({damaged} files), and has been replaced"
         log(told)
         # The ranks that were restarted meanwhile have failed for the same reason.
-        return [replace(held[0], cause=Cause.CRASHED, detail=f"{held[0].detail}: {told}"), *others]
+        return [structs.replace(held[0], cause=Cause.CRASHED, detail=f"{held[0].detail}: {told}"), *others]
 
     def _check(self) -> None:
         try:

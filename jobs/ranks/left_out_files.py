@@ -23,8 +23,7 @@ def find_left_out(run: RunDir, spec: RunSpec, detail: str) -> str | None:
     The ranks of such a run would fail again until the user acts. Nothing is raised for what cannot be read, or for a
     name that is no path: this uses `os.path` and `glob`, where pathlib would raise.
     """
-    is_concerned = _REMOVED_LINK in detail or _NO_FILE.search(detail) or _NO_MODULE.search(detail)
-    record = CodeFiles.load(run.code) if is_concerned and not spec.in_place else None
+    record = CodeFiles.load(run.code) if names_missing_file(detail) and not spec.in_place else None
     if record is None:
         return None
     root = Path(record.root)
@@ -49,6 +48,11 @@ def find_left_out(run: RunDir, spec: RunSpec, detail: str) -> str | None:
     )
 
 
+def names_missing_file(detail: str) -> bool:
+    """Return whether a message names a file that is missing, or a link in the place of a directory."""
+    return _REMOVED_LINK in detail or bool(_NO_FILE.search(detail) or _NO_MODULE.search(detail))
+
+
 def _paths(run: RunDir, spec: RunSpec, root: Path, detail: str) -> Iterator[tuple[Path, Path]]:
     """Yield the paths in a message: in the user's directory, and in the run."""
     code = f"{run.code}/"
@@ -70,5 +74,5 @@ def _modules(run: RunDir, spec: RunSpec, record: CodeFiles, detail: str) -> Iter
         for below in ("", "src", ".."):
             own = Path(record.root, place, below)
             for ending in _MODULE_FILES:
-                for found in map(Path, glob.iglob(glob.escape(str(own / path)) + ending)):  # noqa: PTH207
-                    yield found, run.code / place / below / found.relative_to(own)
+                for file in map(Path, glob.iglob(glob.escape(str(own / path)) + ending)):  # noqa: PTH207
+                    yield file, run.code / place / below / file.relative_to(own)

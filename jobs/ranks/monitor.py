@@ -1,53 +1,54 @@
 """Polls and reports the heartbeats and failures of this node's ranks, from outside the ranks. Runs in every agent."""
 
-import json
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct, ValidationError, json, structs
 
 from hpc.base.kernel import activity, children, process_state, steady_time
 from hpc.run.causes import Cause, cause_of_exit
-from hpc.run.events.kinds import MemoryEmptied, NotForked, RankFailed
+from hpc.run.events.kinds import NotForked, RankFailed
 from hpc.run.nodedir import HeldNodeDir, NodeDir
 from jobs.control.agent_clock import AgentClock
 from jobs.control.channel import ControlChannel, ControlClient
-from jobs.control.messages import RankFailure, RankHeartbeat, RankStart
+from jobs.control.messages import RankHeartbeat, RankStart
 from jobs.control.rank_health import COUNTED, UNWATCHED
 from jobs.control.silent_nodes import Patience
-from jobs.node_attempt import NodeAttempt, log
+from jobs.node_attempt import HANGS_SECONDS, NodeAttempt, log
 from jobs.ranks.input_check import InputCheck
-from jobs.ranks.left_out_files import find_left_out
+from jobs.ranks.left_out_files import find_left_out, names_missing_file
 from jobs.ranks.script.step_counter import read_count
 from jobs.stop_request import StopRequest
 
 # The most failures in a status: enough that a busy first node's agent misses none. The event files have all failures.
 _KEPT_FAILURES = 16
 _INTERVAL_SECONDS, _RETRY_SECONDS = 0.2, 2.0
-_LONGEST_VALUE = 50
 # Threads that wait use some processor time, too.
 _MEASURE_SECONDS, _IDLE_SHARE = 5.0, 0.05
 
 
-def _is_whole(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**63
+_Whole = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+_Seconds = Annotated[float, Meta(ge=0)]
 
 
-def _is_seconds(value: Any) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value is None or (is_number and 0 <= value < inf)
+class _Heartbeat(Struct, frozen=True, kw_only=True):
+    """What a rank writes. A user's script may write it itself, so each field is checked."""
 
-
-# A user's script may write its heartbeats itself, so each field that is present must pass this check.
-_HEARTBEAT: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(("pid", "rank", "step"), (_is_whole, "a whole number")),
-    **dict.fromkeys(("step_seconds", "busy_seconds"), (_is_seconds, "a number of seconds, or null")),
-    "phase": (lambda value: isinstance(value, str), "a text"),
-}
+    pid: _Whole
+    rank: _Whole | None = None
+    step: _Whole = 0
+    phase: str = ""
+    count: Any = None
+    """Differs from one sign of life to the next."""
+    step_seconds: _Seconds | None = None
+    busy_seconds: _Seconds | None = None
 
 
 @dataclass(kw_only=True)
@@ -117,62 +118,35 @@ class LocalRanks:
 
     def heartbeats(self) -> tuple[RankHeartbeat, ...]:
         """Return the last heartbeat of each rank that is alive."""
-        found = []
-        for local_rank in range(self._num_ranks):
-            if (of_rank := self._fields(local_rank)) is None:
-                continue
-            fields, state = of_rank
-            sign = fields["pid"], fields.get("count"), fields.get("step")
-            if self._last_signs.get(local_rank, (None, 0.0))[0] != sign:
-                self._last_signs[local_rank] = (sign, time.monotonic())
-            still = self._clock.since(self._last_signs[local_rank][1])
-            if fields.get("phase") == COUNTED:
-                still = min(still, self._idle_seconds(fields["rank"], fields["pid"]))
-            heartbeat = RankHeartbeat(
-                rank=fields.get("rank", local_rank),
-                step=fields.get("step", 0),
-                phase=fields.get("phase", ""),
-                state=state,
-                still_seconds=round(still, 2),
-                step_seconds=fields.get("step_seconds"),
-                busy_seconds=fields.get("busy_seconds"),
-            )
-            found.append(heartbeat)
-        if len(found) < self._num_ranks:
-            found += self._unwatched({heartbeat.rank for heartbeat in found})
-        return tuple(found)
+        watched = [beat for number in range(self._num_ranks) if (beat := self._watched(number))]
+        if len(watched) == self._num_ranks:
+            return tuple(watched)
+        running = filter(None, map(_read, self._node_dir.running_ranks()))
+        ranks = {beat.rank for beat in watched}
+        return (*watched, *(self._unwatched(**fields) for fields in running if fields["rank"] not in ranks))
 
     def starts(self) -> tuple[RankStart, ...]:
         """Return the last start of each rank in the round, unless that rank has failed."""
-        found = {}
+        starts = {}
         # The file of a rank's end is older than the file of the process that has replaced that rank.
         for has_ended, paths in (
             (True, self._node_dir.exits.glob("ended-*.json")),
             (False, self._node_dir.running_ranks()),
         ):
             for fields in filter(None, map(_read, paths)):
-                found[fields["rank"]] = RankStart(
+                starts[fields["rank"]] = RankStart(
                     rank=fields["rank"], restarts=fields["restarts"], has_ended=has_ended,
                     counted_steps=fields.get("counted_steps"),
                 )  # fmt: skip
-        return tuple(found.values())
+        return tuple(starts.values())
 
-    def _unwatched(self, watched: set[int]) -> Iterator[RankHeartbeat]:
-        """Yield a heartbeat for each rank that writes none. What its processes do are its signs of life."""
-        for fields in map(_read, self._node_dir.running_ranks()):
-            if fields is None or fields["rank"] in watched:
-                continue
-            rank, pid = fields["rank"], fields["pid"]
-            still, own = round(self._idle_seconds(rank, pid), 2), children(pid)[:1]
-            yield RankHeartbeat(
-                rank=rank,
-                step=0,
-                phase=UNWATCHED,
-                state=(process_state(own[0]) or "") if own else "",
-                still_seconds=still,
-                step_seconds=None,
-                busy_seconds=None,
-            )
+    def _unwatched(self, *, rank: int, pid: int, **_: Any) -> RankHeartbeat:
+        """Return a heartbeat of a rank that writes none. What its processes do are its signs of life."""
+        own = children(pid)[:1]
+        return RankHeartbeat(
+            rank=rank, step=0, phase=UNWATCHED, state=(process_state(own[0]) or "") if own else "",
+            still_seconds=round(self._idle_seconds(rank, pid), 2), step_seconds=None, busy_seconds=None,
+        )  # fmt: skip
 
     def _idle_seconds(self, rank: int, pid: int) -> float:
         """Return for how many seconds a process of a rank, and what it has started, have done nothing."""
@@ -183,48 +157,56 @@ class LocalRanks:
             last.measure(now, self._clock.since(last.active_at))
         return self._clock.since(last.active_at)
 
-    def _fields(self, local_rank: int) -> tuple[dict[str, Any], str] | None:
-        """Return the heartbeat of a rank and the state of its process; None if no process writes one or counts.
+    def _watched(self, local_rank: int) -> RankHeartbeat | None:
+        """Return the heartbeat of a rank that runs, and writes heartbeats or counts its steps; None if it does neither.
 
         A script that writes heartbeats is believed. If it writes none, its optimizer steps are counted.
         """
-        for read in (self._heartbeat, self._counted):
-            fields = read(local_rank)
-            state = process_state(fields["pid"]) if fields and "pid" in fields else None
-            if fields and state not in {None, "Z"}:
-                return fields, state or ""
+        for beat in (self._written(local_rank), self._counted(local_rank)):
+            state = process_state(beat.pid) if beat else None
+            if beat is None or state in {None, "Z"}:
+                continue
+            rank = local_rank if beat.rank is None else beat.rank
+            sign = beat.pid, beat.count, beat.step
+            if self._last_signs.get(local_rank, (None, 0.0))[0] != sign:
+                self._last_signs[local_rank] = sign, time.monotonic()
+            still = self._clock.since(self._last_signs[local_rank][1])
+            if beat.phase == COUNTED:
+                still = min(still, self._idle_seconds(rank, beat.pid))
+            return RankHeartbeat(
+                rank=rank, step=beat.step, phase=beat.phase, state=state or "", still_seconds=round(still, 2),
+                step_seconds=beat.step_seconds, busy_seconds=beat.busy_seconds,
+            )  # fmt: skip
         return None
 
-    def _counted(self, local_rank: int) -> dict[str, Any] | None:
+    def _counted(self, local_rank: int) -> _Heartbeat | None:
         """Return the counted steps of a rank's last process as a heartbeat; None if it has counted none."""
         count = read_count(str(self._node_dir.heartbeat(local_rank)))
         if count is None:
             return None
         pace = self._paces.get(local_rank)
         if pace is None or pace.pid != count.pid:
-            pace = _Pace(pid=count.pid, steps=count.steps, changed_at=time.monotonic())
-            self._paces[local_rank] = pace
+            pace = self._paces[local_rank] = _Pace(pid=count.pid, steps=count.steps, changed_at=time.monotonic())
         pace.measure(count.steps)
-        return {
-            "pid": count.pid, "rank": count.rank, "step": count.steps, "phase": COUNTED,
-            "step_seconds": pace.step_seconds,
-        }  # fmt: skip
+        return _Heartbeat(
+            pid=count.pid, rank=count.rank, step=count.steps, phase=COUNTED, step_seconds=pace.step_seconds
+        )
 
-    def _heartbeat(self, local_rank: int) -> dict[str, Any] | None:
-        """Return a rank's heartbeat; None if there is none or a field is wrong. A wrong field is logged once."""
-        fields = _read(self._node_dir.heartbeat(local_rank))
-        for name, (is_right, wanted) in _HEARTBEAT.items():
-            if fields and name in fields and not is_right(fields[name]):
-                if (local_rank, name) not in self._mentioned:
-                    self._mentioned.add((local_rank, name))
-                    value = json.dumps(fields[name])[:_LONGEST_VALUE]
-                    log(f"the heartbeat of local rank {local_rank} is not used: its {name} is {value}, not {wanted}")
-                return None
-        return fields
+    def _written(self, local_rank: int) -> _Heartbeat | None:
+        """Return a rank's heartbeat; None if there is none or a field is wrong, which is logged once."""
+        try:
+            return json.decode(self._node_dir.heartbeat(local_rank).read_bytes(), type=_Heartbeat)
+        except ValidationError as error:
+            if (local_rank, str(error)) not in self._mentioned:
+                self._mentioned.add((local_rank, str(error)))
+                log(f"the heartbeat of local rank {local_rank} is not used: {error}")
+        except (OSError, ValueError):
+            pass  # there is none, or its process is writing it
+        return None
 
-    def new_failures(self, clock_skew_seconds: float = 0.0) -> list[RankFailure]:
+    def new_failures(self, clock_skew_seconds: float = 0.0) -> list[RankFailed]:
         """Return the failures of ranks since the last call, with times by the first node's clock."""
-        found = []
+        failures = []
         records = [(path, _read(path)) for path in sorted(self._node_dir.exits.glob("[0-9]*.json"))]
         for path, fields in (*records, *self._vanished()):
             path.unlink(missing_ok=True)
@@ -234,9 +216,9 @@ class LocalRanks:
                 fields[key] = steady_time(fields[key]) + clock_skew_seconds
             memory, signal, detail = fields.pop("out_of_memory"), fields["signal"], fields["detail"]
             cause = cause_of_exit(fields["exit_code"], signal, memory, detail, self._exit_codes)
-            found.append(RankFailure(node=self._host, round=self._round, cause=cause, **fields))
+            failures.append(RankFailed(node=self._host, round=self._round, cause=cause, **fields))
         self._looked_at = time.monotonic()
-        return found
+        return failures
 
     def _vanished(self) -> Iterator[tuple[Path, dict[str, Any]]]:
         """Yield the file and the failure of each rank whose wrapper was killed, and so could not record the failure."""
@@ -248,9 +230,7 @@ class LocalRanks:
             yield (
                 path,
                 {
-                    "rank": fields["rank"],
-                    "restarts": fields["restarts"],
-                    "started_at": fields["started_at"],
+                    **{name: fields[name] for name in ("rank", "restarts", "started_at")},
                     # The wrapper was last seen alive at this time, before the failures that its end causes.
                     "failed_at": max(fields["started_at"], self._looked_at),
                     "exit_code": -signal.SIGKILL,
@@ -265,7 +245,7 @@ class LocalRanks:
 def _read(path: Path) -> dict[str, Any] | None:
     """Return the JSON object in a file; None if the file is missing or has no complete object."""
     try:
-        fields = json.loads(path.read_bytes())
+        fields = json.decode(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
     return fields if isinstance(fields, dict) else None
@@ -285,7 +265,9 @@ class NodeMonitor:
         self._is_not_forked = False
         self.input_check: InputCheck | None = None
         """Explains failures of ranks; None if this node reads no staged copy."""
-        self._failures: tuple[RankFailure, ...] = ()
+        self._failures: tuple[RankFailed, ...] = ()
+        self._searches = dict[RankFailed, tuple[Future[str | None], float]]()
+        """For a failure that names a missing file: what a thread finds, and until when that is awaited."""
         self.last_step = 0
         """The last step that a rank of this node has done in this attempt."""
         self.counted_steps: int | None = None
@@ -318,30 +300,41 @@ class NodeMonitor:
     def _restore_node_dir(self) -> None:
         """Restore the run's directory on this node: without it, a rank could report neither a failure nor a hang."""
         if self._held.restore():
-            detail = f"{self.node_dir.path} was emptied, and its snapshots are lost"
-            self._node.record(MemoryEmptied(node=self._node.host, detail=detail))
-            log(detail)
+            log(f"{self.node_dir.path} was emptied, and its snapshots are lost")
 
     def _report_slow_start(self) -> None:
         """Report once that this node's ranks are not forked, and so must import torch themselves."""
         if self._is_not_forked or (reason := _read(self.node_dir.not_forked)) is None:
             return
         self._is_not_forked = True
-        self._node.record(NotForked(node=self._node.host, **reason))
+        self._node.record_later(NotForked(node=self._node.host, **reason))
         log(f"each rank on {self._node.host} imports torch itself: {reason['detail']}")
 
-    def _with_advice(self, failure: RankFailure) -> RankFailure:
-        """Return the failure of a rank that misses a file of the user as bad input, with what the user must type."""
-        if failure.cause is not Cause.CRASHED:
-            return failure
-        find = partial(find_left_out, self._node.run, self._node.spec, failure.detail)
-        advice = self._node.storage.ask(find, otherwise=None)
-        return replace(failure, cause=Cause.BAD_INPUT, detail=f"{failure.detail}: {advice}") if advice else failure
+    def _advised(self, failures: list[RankFailed]) -> list[RankFailed]:
+        """Return the failures to report now. One that names a missing file waits until a thread has looked for it.
+
+        The failure of a rank that misses a file of the user is bad input, with what the user must type.
+        """
+        for failure in failures:
+            if failure.cause is Cause.CRASHED and names_missing_file(failure.detail):
+                find = partial(find_left_out, self._node.run, self._node.spec, failure.detail)
+                self._searches[failure] = self._node.storage.request(find), time.monotonic() + HANGS_SECONDS
+        advised = [failure for failure in failures if failure not in self._searches]
+        for failure, (search, deadline) in list(self._searches.items()):
+            if search.done() or time.monotonic() > deadline:
+                del self._searches[failure]
+                advice = search.result() if search.done() else None
+                detail = f"{failure.detail}: {advice}"
+                advised.append(structs.replace(failure, cause=Cause.BAD_INPUT, detail=detail) if advice else failure)
+        return advised
 
     def finish_round(self) -> None:
         """Report how the ranks ended. The coordinator must know this before it learns that torchrun has ended."""
         self._next = 0.0
         self.poll()
+        while self._searches:
+            time.sleep(_INTERVAL_SECONDS)
+            self.poll()
 
     def poll(self) -> None:
         """Report the state of the ranks and run the callbacks; do nothing if the last poll was less than 0.2 s ago."""
@@ -352,15 +345,15 @@ class NodeMonitor:
         self._report_slow_start()
         failures = self.ranks.new_failures(self._channel.clock_skew_seconds)
         failures = self.input_check.explained(failures) if self.input_check else failures
-        failures = [self._with_advice(failure) for failure in failures]
+        failures = self._advised(failures)
         for failure in failures:
-            self._node.record(RankFailed(**asdict(failure)))
+            self._node.record_later(failure)
         self._failures = (*self._failures, *failures)[-_KEPT_FAILURES:]
         # In this order: the heartbeat of a rank that has replaced another one must not be that of the other one.
         starts, heartbeats = self.ranks.starts(), self.ranks.heartbeats()
-        self.last_step = max([self.last_step, *(each.step for each in heartbeats if each.phase != COUNTED)])
-        if phases := {each.phase for each in heartbeats} - {UNWATCHED}:
-            self.counted_steps = max(each.step for each in heartbeats) if phases == {COUNTED} else None
+        self.last_step = max([self.last_step, *(beat.step for beat in heartbeats if beat.phase != COUNTED)])
+        if phases := {beat.phase for beat in heartbeats} - {UNWATCHED}:
+            self.counted_steps = max(beat.step for beat in heartbeats) if phases == {COUNTED} else None
         if self._channel.directive.stop:
             self._stop.handle(signal.SIGTERM, None)
         self._channel.report(heartbeats=heartbeats, starts=starts, failures=self._failures, signal=self._stop.name)

@@ -112,9 +112,11 @@ def run_rank(log_dir: str, node_dir: str, *program: str) -> None:
         program = (sys.executable, "-P", os.path.dirname(os.path.abspath(__file__)), "own", *program)
     os.environ[HEARTBEAT] = heartbeat = os.path.join(node_dir, "heartbeats", f"local-{local_rank}")
     # time.monotonic() cannot be set, and is the same for all processes of a node.
-    started, kills = time.monotonic(), _out_of_memory_kills()
+    started = time.monotonic()
+    kills = _out_of_memory_kills()
     # If this process is killed, the agent learns of the rank only from this file.
-    running, start = f"running-{os.getpid()}.json", {"rank": rank, "restarts": int(os.environ.get(RESTARTS, "0"))}
+    running = f"running-{os.getpid()}.json"
+    start = {"rank": rank, "restarts": int(os.environ.get(RESTARTS, "0"))}
     with contextlib.suppress(OSError):
         _write_whole(exits, running, {**start, "pid": os.getpid(), "started_at": started})
 
@@ -130,7 +132,7 @@ def run_rank(log_dir: str, node_dir: str, *program: str) -> None:
         status = 0
     by_signal = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
     if status:
-        names = {each.value: each.name for each in signal.Signals}  # real-time signals have no names
+        names = {number.value: number.name for number in signal.Signals}  # real-time signals have no names
         record = {
             **start,
             "started_at": started,

@@ -62,7 +62,7 @@ class TopLevel:
         statements = ast.parse(source).body
         imported = [list(_imported(statement)) for statement in statements]
         last = max((place for place, names in enumerate(imported) if names), default=0)
-        names = dict.fromkeys(name for each in imported for name in each)
+        names = dict.fromkeys(name for modules in imported for name in modules)
         return cls(
             imports=tuple(
                 name for name in names if name.partition(".")[0] in _SAFE_TO_FORK and not _NOT_SAFE.match(name)

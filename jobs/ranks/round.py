@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from torchrelay import this_rank
@@ -49,8 +50,7 @@ from jobs.node_attempt import NodeAllocation, NodeAttempt, log
 from jobs.ranks.monitor import NodeMonitor
 from jobs.ranks.rank_program import TopLevel, program_argv
 from jobs.ranks.slurm_variables import node_lists
-from jobs.ranks.standby import Standby
-from jobs.ranks.torchrun import Torchrun
+from jobs.ranks.torchrun import Standby, Torchrun
 from jobs.ranks.torchrun_command import MAX_RESTARTS, PROCESS_WRAPPER, Rendezvous, torchrun_argv, torchrun_environment
 from jobs.stop_request import StopRequest
 
@@ -78,8 +78,6 @@ class RankSetup:
     python: str
     """Path of the interpreter of torchrun and its ranks: this process's own, a staged copy's, or the user's, which may
     be in a container."""
-    threads: int
-    """Number of threads per rank."""
     standby: Standby
     """The torchrun that waits for this node's next round."""
 
@@ -148,11 +146,13 @@ def run_round(
     started = _start(node, channel, monitor, directive, setup)
     if started is None:
         return None
-    abort_count, timeouts = directive.abort_count, dict[bool, float]()
+    abort_count = directive.abort_count
+    timeouts = dict[bool, float]()
     with ExitStack() as stack:
         stack.callback(monitor.ranks.end)
         torchrun = stack.enter_context(started)
-        next_torchrun, ranks_seen = _NextTorchrun(node, monitor, stop, directive, setup), time.monotonic()
+        next_torchrun = _NextTorchrun(node, monitor, stop, directive, setup)
+        ranks_seen = time.monotonic()
         while torchrun.exit_code is None:
             next_torchrun.poll()
             monitor.poll()
@@ -172,7 +172,8 @@ def run_round(
                 torchrun.forward(stop_signals(node.spec, stop.signal))
                 ranks_seen = time.monotonic() if torchrun.ranks() else ranks_seen
                 if stop.is_last not in timeouts:
-                    history = History(ledger.read_without_other_nodes(node.run.events))
+                    read = partial(ledger.read_without_other_nodes, node.run.events)
+                    history = History(node.storage.ask(read, otherwise=[]))
                     timeouts[stop.is_last] = stop.save_timeout_seconds(node.spec, history)
                 without_ranks = min(time.monotonic() - ranks_seen, stop.seconds)
                 if without_ranks > _WITHOUT_RANKS_SECONDS or stop.seconds > timeouts[stop.is_last]:
@@ -235,15 +236,17 @@ def _command(
         num_nodes=len(directive.members), host=directive.host, port=directive.port,
         node=directive.members.index(allocation.node_rank), ports=spec.network.ports,
     )  # fmt: skip
-    interface, base = spec.network.interface, _base_environment(spec, python)
-    environment = rank_environment(base, allocation, resources.num_gpus, address, setup.threads, interface)
+    threads = threads_per_rank(allocation, resources.ranks_per_node)
+    environment = rank_environment(
+        _base_environment(spec, python), allocation, resources.num_gpus, address, threads, spec.network.interface
+    )
     environment |= RANK_VARIABLES[spec.device]
     environment |= _rank_variables(node, setup.data, node_dir)
     if node.on_slurm:
         environment |= node_lists(allocation.hostnames, directive.members)
     # Use the user's own PYTHONPATH, with the additions of --setup and without our packages.
-    given = environment.pop(PYTHONPATH, environment.get("PYTHONPATH", ""))
-    path = [] if spec.container else users_pythonpath(given, run.packages)
+    own_path = environment.pop(PYTHONPATH, environment.get("PYTHONPATH", ""))
+    path = [] if spec.container else users_pythonpath(own_path, run.packages)
     program, code = _program(node, directive), spec.code_directory(run)
     first = [entry.format(code=code, packages=run.packages) for entry in program.import_path]
     if first:
@@ -329,6 +332,25 @@ def rank_environment(
     # given it one, such as a part of a GPU (--sbatch gres=shard:1), `base` names that GPU and overrides this.
     hidden = {} if num_gpus else {"CUDA_VISIBLE_DEVICES": ""}
     return {**hidden, **base, **changes}
+
+
+def threads_per_rank(allocation: NodeAllocation, num_ranks: int) -> int:
+    """Share the usable CPUs among the machine's ranks, `num_ranks` per node. Returns the threads per rank, at least 1.
+
+    Raises:
+        TorchrelayError: this process may use fewer cores than the job was given.
+    """
+    usable, machine = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    if allocation.cpus is not None and usable < min(allocation.cpus, machine):
+        raise TorchrelayError(
+            f"{allocation.host} lets the job use {usable} of the {allocation.cpus} CPUs it asked for: the job "
+            "inherited the CPU binding of another job's shell; type `unset SLURM_CPU_BIND` before sbatch, or submit "
+            "with hpc submit"
+        )
+    # Without binding, a process may use the cores of other jobs as well.
+    usable = min(usable, allocation.cpus or usable)
+    sharing = num_ranks * (allocation.num_nodes if allocation.cluster == "local" else 1)
+    return max(1, usable // sharing)
 
 
 def environment_of(python: str) -> dict[str, str]:

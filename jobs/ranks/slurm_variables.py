@@ -29,7 +29,7 @@ def task_variables(environment: Mapping[str, str]) -> dict[str, str]:
     rank, local_rank, tasks, on_node, node, nodes = (int(environment[name]) for name in names)
     first = rank - local_rank
     per_node = str(on_node) if nodes == 1 else f"{on_node}(x{nodes})"
-    found = {
+    variables = {
         "SLURM_PROCID": rank,
         "SLURM_LOCALID": local_rank,
         "SLURM_NODEID": node,
@@ -41,5 +41,5 @@ def task_variables(environment: Mapping[str, str]) -> dict[str, str]:
     }
     # The CPUs of the agent's task are those of all ranks on the node: many scripts start so many loader workers.
     if cpus := environment.get("SLURM_CPUS_PER_TASK", ""):
-        found["SLURM_CPUS_PER_TASK"] = max(1, int(cpus) // on_node)
-    return {name: str(value) for name, value in found.items()}
+        variables["SLURM_CPUS_PER_TASK"] = max(1, int(cpus) // on_node)
+    return {name: str(value) for name, value in variables.items()}

@@ -18,11 +18,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-from hpc.base.environment import PARENT
+from hpc.base.environment import DATA, PARENT
 from hpc.base.errors import EXIT_BAD_NODE, BadNodeError
 from hpc.base.kernel import children, has_name, in_signal_mask
 from jobs.node_attempt import log
 from jobs.ranks import WRAPPER
+from jobs.ranks.slurm_variables import NODE_LISTS
 from jobs.ranks.torchrun_command import NUM_START_WORDS, PROCESS_WRAPPER, STANDBY
 
 _ABORT_SECONDS = 3.0
@@ -33,6 +34,10 @@ _END = signal.SIGRTMIN
 _KILL_SECONDS = 40.0
 # A fork that takes longer than this is stuck: it usually takes milliseconds.
 _FORK_SECONDS = 30.0
+# Nothing reads these variables during the imports.
+_LATE = frozenset({DATA, "GLOO_SOCKET_IFNAME", *NODE_LISTS})
+# What a pipe usually holds, less room for what changes until the round.
+_MAX_BYTES = 2**16 - 2**12
 
 
 class Torchrun:
@@ -66,7 +71,7 @@ class Torchrun:
 
     def begin(self, argv: list[str], environment: Mapping[str, str]) -> bool:
         """Give a torchrun that waits its command line and its environment. Return False if it cannot take them."""
-        words, pipe = order(argv, environment), self._process.stdin
+        words, pipe = _order(argv, environment), self._process.stdin
         # A longer write would wait until torchrun reads it.
         if self.exit_code is not None or pipe is None or len(words) > fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ):
             return False
@@ -162,7 +167,48 @@ class Torchrun:
             )
 
 
-def order(argv: list[str], environment: Mapping[str, str]) -> bytes:
+class Standby:
+    """At most one torchrun that waits for its round: it imports torch while the nodes meet, or while other ranks train.
+
+    It gets its arguments and environment from the agent, and is of no use if its round needs another interpreter or
+    other variables that modules may read during the imports.
+    """
+
+    def __init__(self) -> None:
+        self._torchrun: Torchrun | None = None
+        self._start: object = None
+
+    def prepare(self, argv: list[str], environment: Mapping[str, str], directory: Path) -> None:
+        """Start a torchrun that waits, for a command line and an environment like these. Raises OSError."""
+        self.close()
+        if len(_order(argv, environment)) > _MAX_BYTES:
+            return
+        self._torchrun = Torchrun(argv, environment, directory, waits=True)
+        self._start = _fixed(argv, environment)
+
+    def take(self, argv: list[str], environment: Mapping[str, str]) -> Torchrun | None:
+        """Start the round in the torchrun that waits. Returns None if there is none, or if it does not fit."""
+        torchrun, self._torchrun = self._torchrun, None
+        if torchrun is None:
+            return None
+        if self._start == _fixed(argv, environment) and torchrun.begin(argv, environment):
+            return torchrun
+        torchrun.kill()
+        return None
+
+    def close(self) -> None:
+        """End the torchrun that waits, if there is one."""
+        torchrun, self._torchrun = self._torchrun, None
+        if torchrun is not None:
+            torchrun.kill()
+
+
+def _fixed(argv: list[str], environment: Mapping[str, str]) -> object:
+    """Return what cannot be changed after the imports: the interpreter, and the variables that modules may read."""
+    return argv[0], {name: value for name, value in environment.items() if name not in _LATE}
+
+
+def _order(argv: list[str], environment: Mapping[str, str]) -> bytes:
     """Return what a torchrun that waits reads: the rest of its command line, and its environment."""
     return json.dumps({"argv": argv[NUM_START_WORDS:], "environment": dict(environment)}).encode()
 

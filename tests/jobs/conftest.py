@@ -9,7 +9,6 @@ from support.ended_attempts import AnsweringSlurm, EndedAttempt, EndedAttemptMak
 from support.events import script_spec
 
 from hpc.run.events.attempts import Attempt
-from hpc.run.events.ledger import EventWriter
 from hpc.run.nodedir import HeldNodeDir, NodeDir
 from hpc.run.rundir import RunDir
 from jobs import ending, node_attempt
@@ -35,7 +34,6 @@ def node(tmp_path: Path) -> NodeAttempt:
             cluster="slurm", job_id="7", restart=0, node_rank=0, hostnames=("gpu01",), cpus=1
         ),
         attempt=Attempt(attempt=1, job_id="7", restart=0, secret="n", port=1, nodes=("gpu01",), started=1.0),
-        writer=EventWriter(tmp_path / "events" / "node.jsonl", 1),
     )  # fmt: skip
 
 

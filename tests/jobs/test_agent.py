@@ -4,7 +4,6 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,92 +11,12 @@ from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 from support.cluster import ROOT, need
 from support.events import recorded_run, records_in
 
-from hpc.base.errors import TorchrelayError
 from hpc.run.events import ledger
 from hpc.run.events.attempts import attempts_of
 from hpc.run.events.history import History
 from hpc.run.events.kinds import NodeLost
 from hpc.run.rundir import RunDir
 from hpc.run.spec import Resources
-from jobs.agent import threads_per_rank
-from jobs.node_attempt import NodeAllocation
-from jobs.ranks.round import rank_environment
-
-
-def allocation(cluster: str = "slurm", nodes: int = 2, node_rank: int = 0, cpus: int | None = 2) -> NodeAllocation:
-    names = tuple(f"n{number}" for number in range(nodes))
-    return NodeAllocation(cluster=cluster, job_id="1", restart=0, node_rank=node_rank, hostnames=names, cpus=cpus)
-
-
-@pytest.fixture
-def one_core(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One core to use on a machine of two, though this one may have no more than one."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(before)})
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    yield
-    os.sched_setaffinity(0, before)
-
-
-@pytest.mark.usefixtures("one_core")
-def test_leaked_binding_is_an_error() -> None:
-    with pytest.raises(TorchrelayError, match="lets the job use 1 of the 2 CPUs"):
-        threads_per_rank(allocation(cpus=2), num_ranks=1)
-
-
-@pytest.mark.usefixtures("one_core")
-def test_one_core_is_enough_for_a_job_that_asked_for_one() -> None:
-    assert threads_per_rank(allocation(cpus=1), num_ranks=4) == 1
-
-
-def test_threads_do_not_oversubscribe() -> None:
-    cores = len(os.sched_getaffinity(0))
-    assert threads_per_rank(allocation(cpus=None), num_ranks=1) == cores
-    assert threads_per_rank(allocation(cpus=None), num_ranks=cores) == 1
-    assert threads_per_rank(allocation(cpus=None), num_ranks=cores * 10) == 1
-    assert threads_per_rank(allocation("local", nodes=cores, cpus=None), num_ranks=1) == 1
-
-
-def test_pretended_nodes_share_the_gpus() -> None:
-    base = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
-    shares = [rank_environment(base, allocation("local", node_rank=node), 2, "127.0.0.1", 1) for node in (0, 1)]
-    assert [share["CUDA_VISIBLE_DEVICES"] for share in shares] == ["0,1", "2,3"]
-    assert shares[0]["GLOO_SOCKET_IFNAME"] == "lo"
-    on_cluster = rank_environment(base, allocation("slurm"), 2, "203.0.113.7", 3)
-    assert on_cluster["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
-    assert on_cluster["OMP_NUM_THREADS"] == "3"
-    assert "GLOO_SOCKET_IFNAME" not in on_cluster
-
-
-def test_interfaces_that_the_user_chose_win() -> None:
-    chosen = {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib1"}
-    assert chosen.items() <= rank_environment(chosen, allocation("local"), 1, "127.0.0.1", 1).items()
-    assert chosen.items() <= rank_environment(chosen, allocation(), 1, "127.0.0.1", 1, "eth1").items()
-
-
-def test_openmp_settings_that_the_user_chose_win() -> None:
-    chosen = {"OMP_NUM_THREADS": "7", "OMP_WAIT_POLICY": "active"}
-    assert chosen.items() <= rank_environment(chosen, allocation(), 1, "127.0.0.1", 3).items()
-
-
-def test_idle_threads_spin_only_on_cores_that_are_the_jobs_own() -> None:
-    usable = len(os.sched_getaffinity(0))
-    for shared in (allocation(cpus=usable + 1), allocation(cpus=None), allocation("local", cpus=usable)):
-        assert rank_environment({}, shared, 1, "127.0.0.1", 3)["OMP_WAIT_POLICY"] == "passive"
-    assert "OMP_WAIT_POLICY" not in rank_environment({}, allocation(cpus=usable), 1, "127.0.0.1", 3)
-
-
-def test_interface_of_the_run_is_that_of_its_ranks() -> None:
-    names = {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}
-    assert names.items() <= rank_environment({}, allocation(), 1, "127.0.0.1", 1, "eth1").items()
-
-
-def test_rank_of_a_run_without_gpus_takes_none() -> None:
-    assert rank_environment({}, allocation(), 0, "127.0.0.1", 1)["CUDA_VISIBLE_DEVICES"] == ""
-    given = {"CUDA_VISIBLE_DEVICES": "2"}
-    assert rank_environment(given, allocation(), 0, "127.0.0.1", 1)["CUDA_VISIBLE_DEVICES"] == "2", "by Slurm"
-    assert "CUDA_VISIBLE_DEVICES" not in rank_environment({}, allocation(), 1, "127.0.0.1", 1)
-
 
 LIMITED = """
 import resource

@@ -3,7 +3,6 @@
 import errno
 import os
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from threading import Timer
@@ -138,18 +137,16 @@ def test_requeued_job_claims_without_asking_slurm_for_itself(tmp_path: Path, slu
     assert attempts_of(ledger.read(run.events))[0].cause == "lost"
 
 
-@pytest.mark.parametrize("tell", [claim.refuse, claim.defer])
-def test_start_of_a_job_that_does_nothing_is_told_to_its_agents(
-    tmp_path: Path, tell: Callable[[RunDir, NodeAllocation, str], None]
-) -> None:
+@pytest.mark.parametrize("waits", [False, True])
+def test_start_of_a_job_that_does_nothing_is_told_to_its_agents(tmp_path: Path, *, waits: bool) -> None:
     run = run_with_a_lost_attempt(tmp_path, "slurm", time.time())
     own = replace(allocation("slurm", "9"), hostnames=("gpu01", "gpu02"))
-    tell(run, replace(own, restart=1), "another start of the job")
-    tell(run, replace(own, job_id="7"), "another job")
+    claim.refuse(run, replace(own, restart=1), "another start of the job", waits=waits)
+    claim.refuse(run, replace(own, job_id="7"), "another job", waits=waits)
     agent = replace(own, node_rank=1)
     with pytest.raises(TorchrelayError, match="the agent on the first node, gpu01, did not start within 0 s"):
         claim.join(run, agent, lambda: False, 0.0)
-    tell(run, own, "not today")
+    claim.refuse(run, own, "not today", waits=waits)
     with pytest.raises(TorchrelayError, match="not today"):
         claim.join(run, agent, lambda: False, 0.0)
     assert claim.why_nothing_started(History.load(run), own) == "not today"

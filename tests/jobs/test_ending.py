@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.cluster import Command, fill, mounted_volume
-from support.events import claimed, joined, recorded, recorded_run, records_in, write_events
+from support.events import claimed, recorded, recorded_run, write_events
 
 from hpc.base.errors import EXIT_NO_SPACE
 from hpc.run.events import ledger
@@ -20,7 +20,6 @@ from hpc.run.nodedir import NodeDir
 from hpc.run.spec import Recovery, Resources, RunSpec
 from hpc.slurm import handover
 from jobs import ending, last_resort, node_attempt
-from jobs.claim import claim_next, event_file
 from jobs.ending import first_node_is_lost
 from jobs.next_attempt import LostNodes, start_next_attempt
 from jobs.node_attempt import NodeAllocation, NodeAttempt
@@ -37,19 +36,21 @@ def allocation(node_rank: int, nodes: int) -> NodeAllocation:
     return NodeAllocation(cluster="slurm", job_id="7", restart=0, hostnames=names, node_rank=node_rank, cpus=2)
 
 
-def test_last_agent_needs_no_confirmation() -> None:
-    assert first_node_is_lost(["gpu01"], allocation(1, 2)) is True
-    assert first_node_is_lost(["gpu02", "gpu01"], allocation(2, 3)) is True, "gpu01 had lost gpu02 before"
-
-
-def test_one_of_several_waits_for_a_second_report() -> None:
-    assert first_node_is_lost(["gpu01"], allocation(2, 3)) is None
-    assert first_node_is_lost(["gpu01", "gpu01"], allocation(2, 3)) is True
-
-
-def test_agent_that_is_cut_off_leaves() -> None:
-    assert first_node_is_lost(["gpu01", "gpu03"], allocation(2, 3)) is False
-    assert first_node_is_lost(["gpu02", "gpu01"], allocation(1, 2)) is False
+@pytest.mark.parametrize(
+    ("rank", "nodes", "lost", "is_lost"),
+    [
+        (1, 2, ["gpu01"], True),  # the last agent needs no confirmation
+        (2, 3, ["gpu02", "gpu01"], True),  # gpu01 had lost gpu02 before
+        (2, 3, ["gpu01"], None),
+        (2, 3, ["gpu01", "gpu01"], True),
+        (2, 3, ["gpu01", "gpu03"], False),
+        (1, 2, ["gpu02", "gpu01"], False),
+    ],
+)
+def test_first_node_is_lost_if_the_others_confirm_it(
+    rank: int, nodes: int, lost: list[str], is_lost: bool | None
+) -> None:
+    assert first_node_is_lost(lost, allocation(rank, nodes)) is is_lost
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def survivor(tmp_path: Path, slurm_command: Command, monkeypatch: pytest.MonkeyP
     slurm_command("scancel", f'echo "$@" >> {tmp_path}/cancelled')
     monkeypatch.setattr(node_attempt, "_ALIVE_SECONDS", 0.05)
     return NodeAttempt(
-        run=run, spec=RunSpec.load(run), allocation=allocation(1, 2), writer=event_file(run, 1, 1),
+        run=run, spec=RunSpec.load(run), allocation=allocation(1, 2),
         attempt=attempts_of(ledger.read(run.events))[0],
     )  # fmt: skip
 
@@ -147,7 +148,7 @@ def node(tmp_path: Path, slurm_command: Command, monkeypatch: pytest.MonkeyPatch
         slurm_command(name, answer)
     slurm_command("sinfo", "printf 'gpu01|idle\\ngpu02|idle*\\n'")
     return NodeAttempt(
-        run=run, spec=RunSpec.load(run), allocation=allocation(0, 2), writer=event_file(run, 1, 0),
+        run=run, spec=RunSpec.load(run), allocation=allocation(0, 2),
         attempt=attempts_of([claimed(1.0, nodes=("gpu01", "gpu02"))])[0],
     )  # fmt: skip
 
@@ -180,14 +181,6 @@ def test_job_with_a_lost_node_and_no_second_job_waits_until_slurm_has_noticed(
     start_next_attempt(node, LostNodes(lost=["gpu02"]))
     assert recorded(node, "requeued")
     assert not recorded(node, "resubmitted")
-
-
-def test_job_with_a_dead_node_is_replaced_by_a_new_one(node: NodeAttempt, slurm_command: Command) -> None:
-    """Though it might be requeued by now: Slurm would hold it for two minutes."""
-    slurm_command("sinfo", "case $* in *%P*) echo 'gpu01|gpu*|idle';; *) echo 'gpu02|down';; esac")
-    start_next_attempt(node, LostNodes(lost=["gpu02"]))
-    assert recorded(node, "resubmitted")
-    assert not recorded(node, "requeued")
 
 
 def test_job_that_a_limit_counts_ends_before_it_is_replaced(
@@ -258,34 +251,13 @@ def test_last_resort_sends_heartbeats(batch_script: NodeAttempt, tmp_path: Path,
     assert (ended["cause"], ended["signature"]) == ("lost", None), "unknown, so a second one need not be the same"
 
 
-def test_node_is_not_blamed_for_what_the_thawed_srun_of_an_earlier_start_did(
-    batch_script: NodeAttempt, slurm_command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first start's srun was suspended with its node, then ended the second start's step, which has its name."""
-    run = batch_script.run
-    show = "echo JobId=7 JobState=RUNNING Restarts=1 Reason=None"
-    slurm_command("scontrol", f'case "$*" in *show*job*) {show};; *config*) echo "{SHORT_DELAY}";; esac')
-    slurm_command("sinfo", "case $* in *%P*) printf 'gpu0%s|gpu*|idle\\n' 1 2 3 4;; esac")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    second = replace(allocation(0, 2), restart=1)
-    attempt = claim_next(run, second, port=1, secret="s")
-    assert [end["cause"] for end in recorded(batch_script, "attempt_ended")] == ["lost"]
-    for number, name in enumerate(second.hostnames):
-        write_events(run, joined(None, 2, node=name, node_rank=number), file=f"attempt-002-node-{number:02d}.jsonl")
-    assert last_resort.main([str(run.path), "137"]) == 0
-    [ended] = recorded(replace(batch_script, attempt=attempt), "attempt_ended")
-    assert (ended["cause"], ended["node"]) == ("lost", None)
-    kinds = [event["event"] for event in records_in(run.events)]
-    assert ("requeued" in kinds, "excluded" in kinds, "resubmitted" in kinds) == (True, False, False)
-
-
 def test_run_that_lost_a_node_goes_on_once_there_is_space(
     node: NodeAttempt, slurm_command: Command, tmp_path: Path
 ) -> None:
     slurm_command("sinfo", "case $* in *%P*) echo 'gpu01|gpu*|idle';; *) echo 'gpu02|down';; esac")
     with mounted_volume(tmp_path / "volume", "size=1m") as volume:
         run = recorded_run(volume / "r")
-        there = replace(node, run=run, writer=event_file(run, 1, 0))
+        there = replace(node, run=run)
         space = threading.Timer(0.5, fill(volume).unlink)
         space.start()
         assert start_next_attempt(there, LostNodes(lost=["gpu02"]))

@@ -250,15 +250,6 @@ def test_job_that_is_cancelled_while_slurm_preempts_it_stays_cancelled(
     assert slurm.asked == []
 
 
-def test_run_that_slurm_will_not_continue_has_failed(ended: EndedAttemptMaker, slurm_command: Command) -> None:
-    stopped = ended()
-    stopped.fails()
-    for name in ("scontrol", "sbatch", "scancel"):
-        slurm_command(name, "echo 'Requested operation is presently disabled' >&2; exit 1")
-    assert stopped.conclude() == 1
-    assert stopped.continued() == ["not_continued"]
-
-
 def test_cancelled_run_stays_cancelled(ended: EndedAttemptMaker, slurm: AnsweringSlurm) -> None:
     stopped = ended()
     write_events(stopped.run, cancelled(), file=stopped.run.cancellation.name)

@@ -1,7 +1,7 @@
 """What one run has learned about a node spares the next one, on the real Slurm."""
 
 import pytest
-from support.cluster import ENDLESS, Site, add_script, submit_and_wait
+from support.cluster import Site, add_script, submit_and_wait
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 NODE = "gpu01"
@@ -44,17 +44,3 @@ def test_a_node_that_fails_the_check_of_the_user_is_left_out(site: Site) -> None
     assert NODE not in second["nodes"]
     printed = site.hpc("logs", str(run.directory.path), "--all").stdout
     assert all(f"checked {node}" in printed for node in {NODE, *second["nodes"]})
-
-
-@pytest.mark.slow
-def test_a_spare_takes_the_place_of_a_slow_node(site: Site) -> None:
-    run = site.submit("--data=data", *ENDLESS, "--spares=1", "--evict-slow", TORCHRELAY_FAULT="slow@0:1")
-    run.wait("the second round", lambda: len(run.events("rendezvous")) == 2)
-    [first, second] = (event["members"] for event in run.events("rendezvous"))
-    [slow] = run.events("slow_rank")
-    assert slow["node"] == run.status()["attempts"][0]["nodes"][first[1]]
-    assert sorted({*first, *second}) == [0, 1, 2]
-    assert first[1] not in second
-    run.wait("steps of the second round", lambda: len(run.events("first_step")) == 2)
-    assert run.events("interruption") == []
-    run.cancel()

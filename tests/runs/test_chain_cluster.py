@@ -71,7 +71,7 @@ def test_runs_begin_when_others_are_complete_though_these_are_requeued(ordinary_
     unfulfilled = f"afterany:{first.job_id}(unfulfilled)"
     assert waits_for(second) == unfulfilled, "its job was replaced"
     site.slurm("scontrol", "update", f"JobId={early.job_id}", "Dependency=")
-    early.wait("its start", lambda: early.events("deferred"))
+    early.wait("its start", lambda: early.events("refused"))
     early.wait("the dependency", lambda: waits_for(early) == unfulfilled)
     assert early.status()["state"] == "pending"
     first.wait("the comment of its job", lambda: first.queue("%k") == "first, attempt 2, epoch 2")
@@ -81,7 +81,7 @@ def test_runs_begin_when_others_are_complete_though_these_are_requeued(ordinary_
     assert_began_after(third, second)
     with site.supervised():
         assert_began_after(early, first)
-    assert not [*second.events("deferred"), *third.events("deferred")]
+    assert not [*second.events("refused"), *third.events("refused")]
     assert [run.status()["waits_for"] for run in (second, third)] == [[], []]
 
 

@@ -19,6 +19,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -451,7 +452,7 @@ def install() -> None:
         setattr(sys.modules[owner], key, value)
     sys.modules["jobs.stop_request"].StopRequest.install = _install_signals
     shared = sys.modules["jobs.node_attempt"].SharedStorage
-    shared.ask, shared.finish = lambda _self, act, **_: act(), lambda _self: None  # the storage fails, but never hangs
+    shared.request, shared.finish = _request, lambda _self: None  # the storage fails, but never hangs
 
 
 def _connect(address: tuple[str, int], _secret: str, _purpose: str, limits: Any) -> Any:
@@ -460,6 +461,15 @@ def _connect(address: tuple[str, int], _secret: str, _purpose: str, limits: Any)
 
 def _serve(_secret: str, _purpose: str, serve: Callable[[Any], None], limits: Any, ports: Sequence[int] = ()) -> Any:
     return SimulatedServer(Cluster.present().network, serve, limits, ports)
+
+
+def _request(_storage: Any, act: Callable[[], Any]) -> Future[Any]:
+    answer = Future[Any]()
+    try:
+        answer.set_result(act())
+    except Exception as error:  # noqa: BLE001 - raised where the answer is awaited
+        answer.set_exception(error)
+    return answer
 
 
 def _install_signals(stop: Any) -> None:
@@ -538,7 +548,6 @@ _REPLACED: dict[str, Any] = {
     "jobs.agent.raise_open_files_limit": lambda: None,
     "jobs.agent.log": _log,
     "jobs.claim.log": _log,
-    "jobs.deferral.log": _log,
     "jobs.ending.log": _log,
     "jobs.ending.node_dirs": _node_dirs,
     "jobs.last_resort.find_allocation": _allocation,

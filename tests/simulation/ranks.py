@@ -20,17 +20,18 @@ from hpc.base.files import append_json_line, write_json
 from hpc.base.kernel import steady_time
 from hpc.run.causes import Cause, cause_of_exit
 from hpc.run.events.kinds import (
-    CheckpointFailed,
     CheckpointSaved,
     Event,
     FirstStep,
+    Problem,
+    RankFailed,
     TrainCompleted,
     TrainStarted,
     TrainStopped,
 )
 from hpc.run.events.ledger import EventWriter, SucceededError, attempt_prefix, check_is_newest
 from hpc.run.nodedir import NodeDir
-from jobs.control.messages import Directive, RankFailure, RankHeartbeat, RankStart
+from jobs.control.messages import Directive, RankHeartbeat, RankStart
 from jobs.node_attempt import NodeAttempt
 from simulation.world import Process
 
@@ -154,7 +155,7 @@ class LocalRanks:
         group = torchrun.group
         return (RankStart(rank=group.rank_of(torchrun.node_rank), restarts=group.restarts, has_ended=False),)
 
-    def new_failures(self, clock_skew_seconds: float = 0.0) -> list[RankFailure]:
+    def new_failures(self, clock_skew_seconds: float = 0.0) -> list[RankFailed]:
         """Return the ranks that have failed since the last call."""
         found = []
         for fields in self._cluster.failed.pop(self._pid, []):
@@ -163,7 +164,7 @@ class LocalRanks:
             )
             for key in ("started_at", "failed_at"):
                 fields[key] += clock_skew_seconds
-            found.append(RankFailure(node=self._host, round=self._round, cause=cause, **fields))
+            found.append(RankFailed(node=self._host, round=self._round, cause=cause, **fields))
         return found
 
 
@@ -345,7 +346,7 @@ class Group:
             return False
         except OSError as error:
             if durable:
-                self._record(CheckpointFailed(step=self.step, reason=str(error)))
+                self._record(Problem(what="checkpoint_failed", step=self.step, detail=str(error)))
         return True
 
     def _write_state(self, directory: Path) -> None:

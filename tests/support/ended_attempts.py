@@ -9,13 +9,12 @@ from typing import Any, cast
 from hpc.run.causes import Cause
 from hpc.run.events import ledger
 from hpc.run.events.attempts import attempts_of
-from hpc.run.events.kinds import AttemptEnded, Event
+from hpc.run.events.kinds import AttemptEnded, Event, Interrupted
 from hpc.run.nodedir import NodeDir
 from hpc.run.rundir import RunDir
 from hpc.run.spec import Resources, RunSpec
 from jobs import ending
-from jobs.claim import event_file
-from jobs.control.coordinator import Coordinator, Failure
+from jobs.control.coordinator import Coordinator
 from jobs.control.messages import Phase
 from jobs.node_attempt import NodeAllocation, NodeAttempt
 from jobs.stop_request import StopRequest
@@ -79,7 +78,6 @@ class EndedAttempt:
                 cluster=cluster, job_id="7", restart=0, hostnames=names, node_rank=node_rank, cpus=2
             ),
             attempt=attempts_of(ledger.read(self.run.events))[0],
-            writer=event_file(self.run, 1, node_rank),
         )
         self.nodes, self.stop = ReportedNodes(3), StopRequest()
         for rank in (1, 2):
@@ -103,7 +101,7 @@ class EndedAttempt:
     def fails(self, cause: Cause = Cause.CRASHED, **fields: Any) -> None:
         """Have the coordinator end the attempt for this failure."""
         usual = {"failed_at": 50.0, "noticed_at": 51.0, "step": 20, "detail": "x", "rank": 1, "node": "gpu02"}
-        self.coordinator.failure = Failure(cause=cause, **{**usual, "signature": "s", **fields})
+        self.coordinator.failure = Interrupted(cause=cause, **{**usual, "signature": "s", **fields})
 
     @property
     def end(self) -> dict[str, Any]:

@@ -6,11 +6,12 @@ from typing import Any, cast
 
 import pytest
 
+from hpc.run.events.kinds import RankFailed
 from hpc.run.events.ledger import Event
 from hpc.run.spec import Recovery, Resources
 from jobs.control import channel, coordinator, rank_health, rank_starts, root_failure, silent_nodes
 from jobs.control.coordinator import Coordinator
-from jobs.control.messages import Directive, NodeStatus, Phase, RankFailure, RankHeartbeat, RankStart
+from jobs.control.messages import Directive, NodeStatus, Phase, RankHeartbeat, RankStart
 from jobs.node_attempt import NodeAttempt
 from jobs.stop_request import StopRequest
 from support.events import claimed, of_training, record_of, write_events
@@ -104,7 +105,9 @@ class CoordinatedAttempt:
     def poll(self, seconds: float = 0.0) -> None:
         """Look at the statuses after some seconds."""
         self.clock.advance(seconds)
-        self.coordinator.poll()
+        for _ in range(2):  # the second time with what the storage has answered
+            self.coordinator.poll()
+            self.node.storage.finish()
 
     def beat(self, node_rank: int, **fields: Any) -> RankHeartbeat:
         """Report a heartbeat of the node's rank, which has the same number."""
@@ -134,7 +137,7 @@ class CoordinatedAttempt:
             "started_at": now - 30, "failed_at": now, "exit_code": 1, "signal": None, "cause": "crashed", "step": 7,
             "detail": "ValueError: 12 is too much",
         }  # fmt: skip
-        self.nodes.report(node_rank, failures=(RankFailure(**{**usual, **fields}),))
+        self.nodes.report(node_rank, failures=(RankFailed(**{**usual, **fields}),))
         self.poll()
         self.poll(1.0)
 

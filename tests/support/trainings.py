@@ -113,10 +113,10 @@ def wait_for_the_end_of(pid: int) -> None:
 
 
 def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
-    """The events of that name, of all attempts."""
+    """The events of that kind, or the problems of that name, of all attempts."""
     files = sorted((run_dir / "events").glob("*.jsonl"))
     found = [ledger.decoded(line) for file in files for line in file.read_bytes().splitlines()]
-    return [record_of(event) for event in found if event.kind == name]
+    return [record_of(event) for event in found if name in {event.kind, getattr(event, "what", None)}]
 
 
 def losses(run_dir: Path) -> list[float]:

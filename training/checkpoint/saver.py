@@ -15,7 +15,7 @@ from torchrelay.saving.restoring import Candidate, OtherFormatError, Restorer, r
 from torchrelay.saving.state_writer import StateWriter
 
 from hpc.base.errors import TorchrelayError, UserError
-from hpc.run.events.kinds import CheckpointFailed, CheckpointRejected, CheckpointSaved, SnapshotOff
+from hpc.run.events.kinds import CheckpointSaved, Problem, SnapshotOff
 from training.checkpoint.snapshot import missing_results
 from training.checkpoint.state import LOSS, TrainState
 from training.config.save_interval import Interval, parse_interval
@@ -24,10 +24,7 @@ from training.runtime.console import Console
 from training.runtime.process_group import ProcessGroup, SharedError
 from training.runtime.run_context import RunContext
 
-_EVENTS = {
-    "checkpoint_failed": CheckpointFailed, "checkpoint_rejected": CheckpointRejected,
-    "checkpoint_saved": CheckpointSaved, "snapshot_off": SnapshotOff,
-}  # fmt: skip
+_EVENTS = {"checkpoint_saved": CheckpointSaved, "problem": Problem, "snapshot_off": SnapshotOff}
 
 
 class Saver(Owner):

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from hpc.run.events.kinds import ImageCorrupt
+from hpc.run.events.kinds import Problem
 from training.data.dataset import check_corrupt_limit
 from training.data.loader import ImageSource
 from training.monitoring.run_logger import RunLogger
@@ -40,7 +40,7 @@ class CorruptImages:
         self.indices[:] = sorted([*self.indices, *new])
         for name in map(self._source.name, new):
             self._logger.console.warn(f"{name} cannot be read: another image takes its place")
-            self._logger.event(ImageCorrupt(path=name))
+            self._logger.event(Problem(what="image_corrupt", detail=name))
         check_corrupt_limit(self._source, self.indices, self._limit)
 
     def state_dict(self) -> dict[str, Any]:

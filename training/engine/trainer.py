@@ -17,7 +17,7 @@ from torchrelay.stop_consensus import StepFlags, StopConsensus, StopRequested
 from torchrelay.stop_signals import signals
 
 from hpc.base.errors import TorchrelayError
-from hpc.run.events.kinds import FirstStep, NumericsChanged, TrainStarted, TrainStopped, Unrepeatable
+from hpc.run.events.kinds import FirstStep, Problem, TrainStarted, TrainStopped
 from training.checkpoint.initial_weights import load_initial_weights
 from training.checkpoint.saver import Saver
 from training.checkpoint.state import TrainState, identity
@@ -186,12 +186,12 @@ class Trainer:
     def report_numerics(self, step: int) -> None:
         """Warn if the next steps may be rounded differently than in an uninterrupted training, and say why."""
         if changes := self.numerics.changes:
-            self.logger.event(NumericsChanged(step=step, changes=tuple(changes)))
+            self.logger.event(Problem(what="numerics_changed", step=step, detail=", ".join(changes)))
             self.console.warn(
                 f"resuming with {', '.join(changes)}: the steps to come use the same images but are rounded differently"
             )
         if self.config.deterministic != "off" and (operations := self.stepper.unrepeatable):
-            self.logger.event(Unrepeatable(operations=tuple(operations)))
+            self.logger.event(Problem(what="unrepeatable", detail=", ".join(operations)))
             self.console.warn(
                 f"{', '.join(operations)}: there is no deterministic kernel here, so an interrupted training may end "
                 "with different bits (--deterministic error refuses such operations, off hides this line)"

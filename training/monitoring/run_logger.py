@@ -27,7 +27,7 @@ from hpc.base.files import (
     write_atomic,
     write_json,
 )
-from hpc.run.events.kinds import Diverged, Event
+from hpc.run.events.kinds import Event, Problem
 from hpc.run.events.ledger import EventWriter, attempt_prefix, check_is_newest
 from hpc.run.rundir import MODEL_WEIGHTS, RunDir
 from training.data.loader import ImageSource
@@ -176,7 +176,8 @@ class RunLogger:
         if not self._writes:
             return
         step = divergence["step"]
-        self.event(Diverged(step=step, loss=divergence["loss"], rank=divergence["rank"]))
+        what = f"the loss is {divergence['loss']}"
+        self.event(Problem(what="diverged", step=step, rank=divergence["rank"], detail=what))
         images = [source.name(index) for index in indices]
         try:
             write_json(self._run_dir.diverged, {**divergence, "indices": indices, "images": images})

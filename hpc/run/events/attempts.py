@@ -62,6 +62,11 @@ class Attempt:
     """Time at which the user resumed the run after this attempt."""
 
     @property
+    def job_start(self) -> tuple[str, int]:
+        """Identity of the start of the job that made the attempt: job id and number of restarts."""
+        return self.job_id, self.restart
+
+    @property
     def history(self) -> tuple[PastInterruption, ...]:
         """All interruptions of the attempt and, if it has ended, its end."""
         if self.cause is None:
@@ -85,7 +90,7 @@ def attempts_of(events: Iterable[Event]) -> list[Attempt]:
     """Return all attempts in order, from events in the order of their times."""
     events = list(events)
     # Claims come first: if clocks differ between nodes, events of an attempt may precede its claim.
-    found = {
+    attempts = {
         event.attempt: Attempt(
             attempt=event.attempt, job_id=event.job_id, restart=event.restart, secret=event.secret, port=event.port,
             addresses=event.addresses, nodes=event.nodes, members=event.nodes, started=event.time,
@@ -94,16 +99,16 @@ def attempts_of(events: Iterable[Event]) -> list[Attempt]:
         for event in events if isinstance(event, Claimed)
     }  # fmt: skip
     for event in events:
-        if event.attempt in found and (changes := _changes(found[event.attempt], event)):
-            found[event.attempt] = replace(found[event.attempt], **changes)
-    return [found[number] for number in sorted(found)]
+        if event.attempt in attempts and (changes := _changes(attempts[event.attempt], event)):
+            attempts[event.attempt] = replace(attempts[event.attempt], **changes)
+    return [attempts[number] for number in sorted(attempts)]
 
 
 def _changes(attempt: Attempt, event: Event) -> dict[str, Any]:
     match event:
         case RoundStarted():
-            known = range(len(attempt.nodes))
-            members = tuple(attempt.nodes[node_rank] for node_rank in event.members if node_rank in known)
+            claimed = range(len(attempt.nodes))
+            members = tuple(attempt.nodes[node_rank] for node_rank in event.members if node_rank in claimed)
             return {"members": members, "ranks_started": event.time, "world_size": None}
         case RanksStarted():
             return {"world_size": event.world_size}

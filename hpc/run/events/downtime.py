@@ -75,7 +75,9 @@ class Interruption:
 
 def interruptions_of(history: History) -> list[Interruption]:
     """Return all interruptions of a run."""
-    found, last_step, spans = list[Interruption](), 0, _time_spans(history)
+    interruptions = list[Interruption]()
+    last_step = 0
+    spans = _time_spans(history)
     for before, after in pairwise([*spans, History()]):
         end = _end_of(before)
         if end is None or (before is spans[-1] and not history.may_restart):
@@ -88,8 +90,8 @@ def interruptions_of(history: History) -> list[Interruption]:
         started = _first(after, TrainStarted)
         lost = max(0, last_step - started.step) if started else None
         last_step = 0 if started else last_step
-        found.append(_interruption(before, end, after, lost, restores=history.knows_steps))
-    return found
+        interruptions.append(_interruption(before, end, after, lost, restores=history.knows_steps))
+    return interruptions
 
 
 def _time_spans(history: History) -> list[History]:
@@ -133,8 +135,8 @@ def _interruption(
     resumed = _time(before.last(Resumed))
     signalled = stopped.time - stopped.seconds if stopped and stopped.seconds is not None else None
     last_heard = end.last_heard if isinstance(end, AttemptEnded) else None
-    known = (end.failed_at, last_heard, lost.last_heard if lost else None, signalled)
-    failed_at = next((seconds for seconds in known if seconds is not None), None)
+    moments = (end.failed_at, last_heard, lost.last_heard if lost else None, signalled)
+    failed_at = next((seconds for seconds in moments if seconds is not None), None)
     released: float = end.time
     claimed: float | None = released
     staged: float | None = released
@@ -185,23 +187,23 @@ def _difference(begin: float | None, end: float | None) -> float | None:
 
 def recovery_by_cause(interruptions: Sequence[Interruption]) -> dict[str, dict[str, float | None]]:
     """Return each cause's number of interruptions, the median of their known totals in seconds, and the steps lost."""
-    found: dict[str, dict[str, float | None]] = {}
-    for cause in dict.fromkeys(one.cause for one in interruptions):
-        same = [one for one in interruptions if one.cause == cause]
-        known = [seconds for one in same if (seconds := one.seconds["total"]) is not None]
-        found[cause] = {
+    costs: dict[str, dict[str, float | None]] = {}
+    for cause in dict.fromkeys(interruption.cause for interruption in interruptions):
+        same = [interruption for interruption in interruptions if interruption.cause == cause]
+        totals = [seconds for interruption in same if (seconds := interruption.seconds["total"]) is not None]
+        costs[cause] = {
             "count": len(same),
-            "median_seconds": round(median(known), 3) if known else None,
+            "median_seconds": round(median(totals), 3) if totals else None,
             "steps_lost": steps_lost(same),
         }
-    return found
+    return costs
 
 
 def steps_lost(interruptions: Iterable[Interruption]) -> int | None:
     """Return the sum of the lost steps that are known; 0 if there are no interruptions, None if no loss is known."""
-    costs = [one.steps_lost for one in interruptions]
-    known = [cost for cost in costs if cost is not None]
-    return sum(known) if known or not costs else None
+    costs = [interruption.steps_lost for interruption in interruptions]
+    known_costs = [cost for cost in costs if cost is not None]
+    return sum(known_costs) if known_costs or not costs else None
 
 
 def goodput(train_seconds: float | None, began: float, ended: float) -> float | None:

@@ -53,21 +53,21 @@ class History:
 
     def of(self, kind: type[_Kind]) -> list[_Kind]:
         """Return the events of one kind."""
-        found = sorted(at for each, places in self._places.items() if issubclass(each, kind) for at in places)
-        return [cast("_Kind", self.events[at]) for at in found]
+        indexes = sorted(at for own, places in self._places.items() if issubclass(own, kind) for at in places)
+        return [cast("_Kind", self.events[at]) for at in indexes]
 
     def last(self, kind: type[_Kind]) -> _Kind | None:
         """Return the newest event of one kind; None if there is none."""
-        found = [places[-1] for each, places in self._places.items() if issubclass(each, kind)]
-        return cast("_Kind", self.events[max(found)]) if found else None
+        newest = [places[-1] for own, places in self._places.items() if issubclass(own, kind)]
+        return cast("_Kind", self.events[max(newest)]) if newest else None
 
     @cached_property
     def _places(self) -> dict[type[Event], list[int]]:
         """For each kind, the indexes of its events. Commands ask long histories for many kinds, most of them rare."""
-        found: dict[type[Event], list[int]] = {}
+        places: dict[type[Event], list[int]] = {}
         for at, event in enumerate(self.events):
-            found.setdefault(type(event), []).append(at)
-        return found
+            places.setdefault(type(event), []).append(at)
+        return places
 
     def during(self, attempt: int | None) -> "History":
         """Return the events of one attempt; for None, the events that belong to no attempt."""

@@ -71,20 +71,14 @@ class Submitted(Event, frozen=True, kw_only=True):
     """The nodes that the job excludes."""
 
 
-class StartedNothing(Event, frozen=True, kw_only=True):
-    """The first node's agent has begun no attempt in this start of the job."""
+class Refused(Event, frozen=True, kw_only=True):
+    """The first node's agent begins no attempt in this start of the job: the run is complete, waits or cannot start."""
 
     job_id: str
     restart: Int
     detail: str
-
-
-class Refused(StartedNothing, frozen=True, kw_only=True):
-    """The job ends, because the run is complete or cannot start."""
-
-
-class Deferred(StartedNothing, frozen=True, kw_only=True):
-    """The job returns to the queue, because the run waits for other runs."""
+    waits: bool = False
+    """Whether the run waits for other runs, and the job returns to the queue."""
 
 
 class Requeued(Event, frozen=True, kw_only=True):
@@ -187,8 +181,6 @@ class Joined(Event, frozen=True, kw_only=True):
     node: str
     node_rank: Int | None = None
     clock_skew_seconds: Number | None = None
-    tmp_free_bytes: int | None = None
-    shm_free_bytes: int | None = None
 
 
 class Staging(Event, frozen=True, kw_only=True):
@@ -249,13 +241,6 @@ class NodeFailed(Event, frozen=True, kw_only=True):
     detail: str | None = None
 
 
-class MemoryEmptied(Event, frozen=True, kw_only=True):
-    """Somebody has emptied the run's directory on a node, and its agent has made the directory again."""
-
-    node: str
-    detail: str | None = None
-
-
 class NotForked(Event, frozen=True, kw_only=True):
     """Each rank of a node started a Python of its own, because forks of torchrun cannot use the GPUs there."""
 
@@ -277,8 +262,8 @@ class NodeReturned(Event, frozen=True, kw_only=True):
     node: str
 
 
-class Interrupted(Event, frozen=True, kw_only=True, tag="interruption"):
-    """The first node's agent reports a failure that the attempt survived."""
+class OfFailure(Event, frozen=True, kw_only=True):
+    """Something ended or interrupted the training."""
 
     cause: str
     step: Int | None = None
@@ -287,32 +272,27 @@ class Interrupted(Event, frozen=True, kw_only=True, tag="interruption"):
     node: str | None = None
     detail: str | None = None
     failed_at: Time | None = None
-    noticed_at: Time | None = None
-    round: Int | None = None
     signature: str | None = None
     """A text that all repetitions of a failure share (hpc.run.budget)."""
-    pause_seconds: Number = 0.0
-    """Seconds until the ranks start again."""
     counted_steps: Int | None = None
     """The optimizer steps that a script had done since its ranks started, if it reports none; None if unknown."""
 
 
-class AttemptEnded(Event, frozen=True, kw_only=True):
+class Interrupted(OfFailure, frozen=True, kw_only=True, tag="interruption"):
+    """The first node's agent reports a failure that the attempt survived."""
+
+    noticed_at: Time | None = None
+    round: Int | None = None
+    pause_seconds: Number = 0.0
+    """Seconds until the ranks start again."""
+
+
+class AttemptEnded(OfFailure, frozen=True, kw_only=True):
     """An attempt has ended. The first node's agent records this or, if it could not, another process."""
 
     attempt: Int
-    cause: str
-    step: Int | None = None
-    """The last step that any rank had done."""
-    detail: str | None = None
     last_heard: Time | None = None
     """Time of the attempt's last heartbeat; None if one of its own agents recorded the end."""
-    failed_at: Time | None = None
-    rank: Int | None = None
-    node: str | None = None
-    signature: str | None = None
-    counted_steps: Int | None = None
-    """The optimizer steps that a script had done since its ranks started, if it reports none; None if unknown."""
 
 
 # --- ranks ---
@@ -380,19 +360,6 @@ class TrainStarted(Event, frozen=True, kw_only=True):
     gradient_bytes: Int | None = None
 
 
-class NumericsChanged(Event, frozen=True, kw_only=True):
-    """Rank 0 records that something on which rounding depends, such as torch, has changed since the restored state."""
-
-    step: Int
-    changes: tuple[str, ...] = ()
-
-
-class Unrepeatable(Event, frozen=True, kw_only=True):
-    """Rank 0 records operations that have no deterministic kernel, unless --deterministic is off."""
-
-    operations: tuple[str, ...] = ()
-
-
 class FirstStep(Event, frozen=True, kw_only=True):
     """Rank 0 has done the first step since the ranks started."""
 
@@ -418,37 +385,34 @@ class TrainCompleted(Event, frozen=True, kw_only=True):
     """A sentence with the numbers if the model has learned nothing; None if it has learned."""
 
 
-class Diverged(Event, frozen=True, kw_only=True):
-    """Rank 0 has found that the loss is not finite."""
+class Problem(Event, frozen=True, kw_only=True):
+    """Rank 0 reports that something is wrong, or has changed, although the training goes on."""
 
+    what: str
+    """`checkpoint_failed`, `checkpoint_rejected`, `diverged`: the loss is not finite; `image_corrupt`; `unrepeatable`:
+    operations have no deterministic kernel; `numerics_changed`: the next steps are rounded in another way."""
     step: Int | None = None
-    loss: str | None = None
     rank: Int | None = None
     """The first rank whose loss was not finite; None if several ranks were first."""
-
-
-class ImageCorrupt(Event, frozen=True, kw_only=True):
-    """Rank 0 reports an image that a rank cannot read."""
-
-    path: str
+    detail: str | None = None
 
 
 class RankFailed(Event, frozen=True, kw_only=True):
-    """The agent of a rank's node reports that the rank has failed."""
+    """The agent of a rank's node reports that the rank has exited with an error."""
 
+    node: str = ""
     round: Int
     rank: Int
     restarts: Int = 0
     """As in RanksStarted."""
+    started_at: Time = 0.0
     failed_at: Time
-    node: str | None = None
-    exit_code: Int | None = None
+    exit_code: Int = 0
     signal: str | None = None
-    cause: str | None = None
+    cause: str
     step: Int | None = None
     """The last step that this rank had done."""
-    detail: str | None = None
-    started_at: Time | None = None
+    detail: str = ""
     counted_steps: Int | None = None
     """The optimizer steps that the rank of a script had done since its start, if it reports none; None if unknown."""
 
@@ -490,20 +454,6 @@ class CheckpointSaved(Event, frozen=True, kw_only=True):
     step: Int | None = None
     seconds: Number
     copy_seconds: Number
-
-
-class CheckpointFailed(Event, frozen=True, kw_only=True):
-    """Rank 0 could not save a checkpoint."""
-
-    step: Int | None = None
-    reason: str | None = None
-
-
-class CheckpointRejected(Event, frozen=True, kw_only=True):
-    """Rank 0 has found a damaged checkpoint and restores an older one."""
-
-    path: str
-    reason: str | None = None
 
 
 class SnapshotSaved(Event, frozen=True, kw_only=True):

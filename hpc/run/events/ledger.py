@@ -92,15 +92,15 @@ def _read(events: Path, wanted: Callable[[str], bool]) -> tuple[list[Event], lis
             names = sorted(entry.name for entry in entries if entry.name.endswith(".jsonl") and wanted(entry.name))
     except FileNotFoundError:
         return [], []
-    found, damage = list[Event](), list[str]()
+    events_read, damage = list[Event](), list[str]()
     for name in names:
         for number, line in numbered_lines(f"{events}/{name}"):
             try:
-                found.append(decoded(line))
+                events_read.append(decoded(line))
             except (ValueError, RecursionError) as error:
                 if not _is_of_unknown_kind(line):
                     damage.append(f"line {number} of {events.name}/{name} is damaged and left out: {error}")
-    return sorted(found, key=_happened_at), damage
+    return sorted(events_read, key=_happened_at), damage
 
 
 _ANY_EVENT: Any = Union[KINDS]  # noqa: UP007 - a tuple of types

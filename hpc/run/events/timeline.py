@@ -80,15 +80,17 @@ def _down(history: History, interruptions: Sequence[Interruption], until: float,
     (`own_script`) need not report steps: without them, its recovery ends when the next attempt starts.
     """
     queues, recoveries, attempts = list[Period](), list[Period](), history.attempts
-    resumed = {each.attempt: each.resumed for each in attempts}
+    resumed = {attempt.attempt: attempt.resumed for attempt in attempts}
     first_steps = [event.time for event in history.of(FirstStep)]
-    failures = [one.failed_at or one.recorded_at for one in interruptions]
-    for number, (one, failed) in enumerate(zip(interruptions, failures, strict=True), 1):
-        seconds, next_start, began, recorded = one.seconds, until, failed, one.recorded_at
+    failures = [interruption.failed_at or interruption.recorded_at for interruption in interruptions]
+    for number, (interruption, failed) in enumerate(zip(interruptions, failures, strict=True), 1):
+        seconds = interruption.seconds
+        next_start, began, recorded = until, failed, interruption.recorded_at
         ends_attempt = seconds["start"] != 0
         if ends_attempt:
-            began, recorded = (resumed[one.attempt] or time for time in (failed, recorded))
-            next_start = next((each.started for each in attempts if each.attempt > one.attempt), until)
+            began, recorded = (resumed[interruption.attempt] or time for time in (failed, recorded))
+            later = [attempt.started for attempt in attempts if attempt.attempt > interruption.attempt]
+            next_start = [*later, until][0]
             queued = recorded + (seconds["release"] or 0.0)
             queues.append(Period(kind="queue", began=queued, ended=next_start, interruption=number))
         if seconds["total"] is not None:
@@ -112,7 +114,7 @@ def gpu_hours(
 
     `last_logged` is the last line of the training's metrics, and empty before the first line.
     """
-    found, trained = dict.fromkeys(GPU_PARTS, 0.0), 0.0
+    hours, trained = dict.fromkeys(GPU_PARTS, 0.0), 0.0
     starts = history.of(TrainStarted)
     for attempt, period in product(history.attempts, periods):
         seconds = min(period.ended, attempt.ended or period.ended) - max(period.began, attempt.started)
@@ -122,21 +124,21 @@ def gpu_hours(
         if period.kind == "training":
             used = min(allocated, seconds * _ranks(starts, attempt, period.began, gpus_per_node))
             trained += used
-            found["waiting"] += allocated - used
+            hours["waiting"] += allocated - used
         else:
-            found["recovering" if period.kind == "recovery" else "waiting"] += allocated
+            hours["recovering" if period.kind == "recovery" else "waiting"] += allocated
     # A fork does not count the steps of its original.
     done = max(1, last_logged["step"] - starts[0].step) if starts and "step" in last_logged else None
     if done is not None and (productive := _productive_seconds(starts, last_logged)) is not None:
-        found["productive"] = min(trained, productive)
-        found["recomputed"] = min(trained - found["productive"], found["productive"] / done * (steps_lost or 0))
-        found["evaluating and saving"] = trained - found["productive"] - found["recomputed"]
+        hours["productive"] = min(trained, productive)
+        hours["recomputed"] = min(trained - hours["productive"], hours["productive"] / done * (steps_lost or 0))
+        hours["evaluating and saving"] = trained - hours["productive"] - hours["recomputed"]
     elif done is not None and steps_lost is not None:
-        found["recomputed"] = trained * steps_lost / (done + steps_lost)
-        found["productive"] = trained - found["recomputed"]
+        hours["recomputed"] = trained * steps_lost / (done + steps_lost)
+        hours["productive"] = trained - hours["recomputed"]
     else:
-        found["unknown" if steps_lost is None else "productive"] = trained
-    return {part: seconds / 3600 for part, seconds in found.items() if seconds > 0}
+        hours["unknown" if steps_lost is None else "productive"] = trained
+    return {part: seconds / 3600 for part, seconds in hours.items() if seconds > 0}
 
 
 def _productive_seconds(starts: Sequence[TrainStarted], last_logged: Mapping[str, Any]) -> float | None:

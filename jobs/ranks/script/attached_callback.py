@@ -48,19 +48,13 @@ def _attach(trainer: ModuleType) -> None:
             print(_SAYS, file=sys.stderr, flush=True)
             self.relay.on_train_begin(arguments, state, control, **others)
 
-        def on_step_end(self, *words: Any, **others: Any) -> None:
-            """As torchrelay's callback."""
+    def passing_on(name: str) -> Any:
+        def pass_on(self: Attached, *words: Any, **others: Any) -> None:
             if self.relay:
-                self.relay.on_step_end(*words, **others)
+                getattr(self.relay, name)(*words, **others)
 
-        def on_save(self, *words: Any, **others: Any) -> None:
-            """As torchrelay's callback."""
-            if self.relay:
-                self.relay.on_save(*words, **others)
+        return pass_on
 
-        def on_log(self, *words: Any, **others: Any) -> None:
-            """As torchrelay's callback."""
-            if self.relay:
-                self.relay.on_log(*words, **others)
-
+    for name in ("on_step_end", "on_save", "on_log"):
+        setattr(Attached, name, passing_on(name))
     trainer.DEFAULT_CALLBACKS.append(Attached)

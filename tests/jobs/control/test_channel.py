@@ -13,8 +13,9 @@ from support.waiting import wait_for
 
 from hpc.base.transport import Connection, Limits, Server, TransportError, connect
 from hpc.run.causes import Cause
+from hpc.run.events.kinds import RankFailed
 from jobs.control.channel import LOST_SECONDS, ControlClient, ControlServer
-from jobs.control.messages import Answer, Directive, NodeStatus, Phase, RankFailure, RankHeartbeat, decode
+from jobs.control.messages import Answer, Directive, NodeStatus, Phase, RankHeartbeat, decode
 
 LIMITS = Limits(timeout_seconds=10, max_message_bytes=2**20)
 
@@ -29,7 +30,7 @@ def server() -> Iterator[ControlServer]:
 HEARTBEAT = RankHeartbeat(
     rank=3, step=7, phase="step", state="S", still_seconds=0.1, step_seconds=0.5, busy_seconds=None
 )
-FAILURE = RankFailure(
+FAILURE = RankFailed(
     node="n1",
     round=1,
     rank=3,

@@ -21,11 +21,12 @@ from support.waiting import wait_for
 
 from hpc.base.kernel import steady_time
 from hpc.run.causes import Cause
+from hpc.run.events.kinds import RankFailed
 from hpc.run.spec import Recovery, Resources
 from hpc.run.spec_file import script_program
 from jobs.control.channel import ControlServer
 from jobs.control.coordinator import Coordinator
-from jobs.control.messages import Directive, Phase, RankFailure, RankHeartbeat
+from jobs.control.messages import Directive, Phase, RankHeartbeat
 from jobs.node_attempt import NodeAttempt
 from jobs.stop_request import STOP_SIGNALS, StopRequest
 from training.config.train_config import TrainConfig
@@ -261,7 +262,7 @@ def test_failures_without_progress_pause(attempt: AttemptMaker) -> None:
 def test_pause_ends_although_a_rank_had_failed_just_before_it(attempt: AttemptMaker) -> None:
     pausing = attempt()
     failed_at = pausing.clock.now
-    failure = RankFailure(
+    failure = RankFailed(
         node="gpu02", round=1, rank=1, restarts=0, started_at=failed_at - 30, failed_at=failed_at, exit_code=1,
         signal=None, cause=Cause.CRASHED, step=7, detail="",
     )  # fmt: skip
@@ -429,22 +430,6 @@ def test_straggler_is_recorded(attempt: AttemptMaker, capsys: pytest.CaptureFixt
     )
 
 
-@pytest.mark.parametrize(("evict_slow", "members"), [(True, (0, 2)), (False, (0, 1))])
-def test_spare_takes_the_place_of_a_straggler_if_asked(
-    attempt: AttemptMaker, evict_slow: bool, members: tuple[int, ...]
-) -> None:
-    recovery = Recovery(spares=1, evict_slow=evict_slow)
-    slow = attempt(resources=Resources(nodes="2"), recovery=recovery)
-    slow.nodes.directive = replace(slow.nodes.directive, members=(0, 1))
-    slow.nodes.report(2, phase=Phase.READY)
-    for seconds in (0.0, 11.0, 0.0):
-        for rank in range(2):
-            slow.beat(rank, busy_seconds=0.4 if rank == 1 else 0.1)
-        slow.poll(seconds)
-    assert slow.nodes.directive.members == members
-    assert slow.coordinator.bad_nodes == ({1} if evict_slow else set())
-
-
 def test_ranks_that_do_nothing_are_recorded_and_left_alone(
     attempt: AttemptMaker, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -468,7 +453,7 @@ def test_clock_that_is_set_back_hides_no_hang(node: NodeAttempt, monkeypatch: py
     spec = replace(node.spec, **of_training(TrainConfig(data="x")), recovery=Recovery(hang_timeout="1s"))
     coordinator = Coordinator(replace(node, spec=spec), server, StopRequest())
     server.directive = Directive(round=1, members=(0,), port=1)
-    failure = RankFailure(
+    failure = RankFailed(
         node="gpu01", round=1, rank=0, restarts=0, started_at=steady_time() - 20, failed_at=steady_time() - 10,
         exit_code=1, signal=None, cause="crashed", step=7, detail="x",
     )  # fmt: skip

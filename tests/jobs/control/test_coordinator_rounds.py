@@ -7,9 +7,10 @@ import pytest
 from support.reported_nodes import HOSTS, AttemptMaker, CoordinatedAttempt
 
 from hpc.run.causes import Cause
+from hpc.run.events.kinds import Interrupted
 from hpc.run.spec import Recovery, Resources
 from hpc.run.spec_file import script_program
-from jobs.control.coordinator import Coordinator, Failure
+from jobs.control.coordinator import Coordinator
 from jobs.control.messages import Phase
 from jobs.stop_request import STOP_SIGNALS
 
@@ -33,16 +34,6 @@ def test_first_round_begins_when_all_nodes_are_ready(attempt: AttemptMaker) -> N
     starting.poll()
     assert starting.events("rendezvous") == [{"round": 1, "port": 100, "members": [0, 1, 2]}]
     assert not starting.nodes.directive.preflight, "our trainer checks its nodes itself"
-
-
-def test_nodes_that_are_ready_start_without_a_late_one_after_a_minute(attempt: AttemptMaker) -> None:
-    starting = attempt()
-    ready(starting)
-    starting.nodes.forget(1)
-    starting.poll(60.0)
-    assert starting.members == ()
-    starting.poll(0.25)
-    assert starting.members == (0, 2)
 
 
 def test_script_starts_after_a_round_that_checks_the_nodes(attempt: AttemptMaker) -> None:
@@ -188,7 +179,7 @@ def test_signal_of_another_node_counts(attempt: AttemptMaker) -> None:
 # --- too few nodes ---
 
 
-def ended_by(few: CoordinatedAttempt, seconds: float = 0.0) -> Failure:
+def ended_by(few: CoordinatedAttempt, seconds: float = 0.0) -> Interrupted:
     """The failure that has ended the attempt some seconds later."""
     few.poll(seconds)
     assert few.coordinator.failure is not None

@@ -156,19 +156,6 @@ def test_only_rank_has_no_others_that_wait_for_it() -> None:
     assert alone.detail == "no rank has moved for 61 s: 1 in step after step 10"
 
 
-def test_straggler_is_reported_once_when_it_has_been_slow_for_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-    monkeypatch.setattr(rank_health.time, "monotonic", lambda: clock[0])
-    detector = StragglerDetector()
-    slow = of(heartbeat(0), heartbeat(1), replace(heartbeat(2), busy_seconds=0.3))
-    assert detector.find(slow) == []
-    clock[0] = 11.0
-    [found] = detector.find(slow)
-    assert (found.rank, found.busy_seconds, found.usual_seconds) == (2, 0.3, 0.1)
-    assert detector.find(slow) == []
-    assert detector.find(of(heartbeat(0), replace(heartbeat(1), busy_seconds=None))) == []
-
-
 @pytest.mark.parametrize(
     ("busy", "slow"),
     [

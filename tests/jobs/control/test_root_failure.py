@@ -4,15 +4,15 @@ from typing import Any
 
 import pytest
 
+from hpc.run.events.kinds import RankFailed
 from jobs.control import root_failure
-from jobs.control.messages import RankFailure
 from jobs.control.root_failure import RootFailure
 
 
-def failure(rank: int, at: float, **fields: Any) -> RankFailure:
+def failure(rank: int, at: float, **fields: Any) -> RankFailed:
     usual = {"node": f"n{rank}", "round": 1, "restarts": 0, "started_at": 1.0, "exit_code": 1, "signal": None,
              "cause": "crashed", "step": 7, "detail": ""}  # fmt: skip
-    return RankFailure(rank=rank, failed_at=at, **{**usual, **fields})
+    return RankFailed(rank=rank, failed_at=at, **{**usual, **fields})
 
 
 @pytest.fixture
@@ -70,12 +70,6 @@ def test_ranks_of_another_node_that_started_a_little_later_failed_with_the_first
     assert root.find({*reported, failure(2, 5.8, started_at=5.7)}, all_heard=True) is None, "reported late"
 
 
-def test_rank_that_aborts_by_itself_has_failed(root: RootFailure) -> None:
-    root.aborted_at = 7.0
-    own = failure(1, 60.0, started_at=8.0, signal="SIGABRT", detail="what():  CUDA error: unspecified launch failure")
-    assert root.find({own}, all_heard=True) == own
-
-
 @pytest.mark.parametrize(("seconds", "own"), [(-0.25, True), (0.0, False), (14.75, False), (15.0, True)])
 def test_abort_is_that_of_the_directive_if_it_comes_soon_after_it(root: RootFailure, seconds: float, own: bool) -> None:
     root.aborted_at = 7.0
@@ -103,11 +97,6 @@ def test_ranks_that_end_within_a_second_are_compared(monkeypatch: pytest.MonkeyP
     assert root.find({late, early}, all_heard=True) == early
     next_one = failure(0, 9.0, started_at=8.0)
     assert root.find({late, early, next_one}, all_heard=True) is None, "it settles, too"
-
-
-def test_abort_that_nobody_directed_is_a_failure(root: RootFailure) -> None:
-    own = failure(1, 9.0, signal="SIGABRT")
-    assert root.find({own}, all_heard=True) == own
 
 
 def test_rank_that_started_as_the_interruption_ended_is_a_victim(root: RootFailure) -> None:

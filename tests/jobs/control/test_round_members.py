@@ -1,7 +1,11 @@
 """Which nodes take part in the next round."""
 
+from dataclasses import replace
+
+from jobs.control.attempt_view import AttemptView
 from jobs.control.messages import Directive, NodeStatus, Phase
-from jobs.control.round_members import MembershipView, RoundDecision, decide_round
+from jobs.control.round_members import RoundDecision
+from jobs.control.round_members import decide_round as decide_round_of
 
 WAIT = RoundDecision()
 
@@ -9,23 +13,30 @@ WAIT = RoundDecision()
 def view(
     *phases: Phase | None, excluded: tuple[int, ...] = (), waited: float = 1.0, failed: int = 0, code: int = 0,
     min_nodes: int = 2, max_nodes: int = 2, awaited: tuple[int, ...] = (),
-) -> MembershipView:  # fmt: skip
+) -> AttemptView:  # fmt: skip
     """One node per phase; None: has not reported yet."""
     statuses = {
         node_rank: NodeStatus(node_rank=node_rank, phase=phase, round=1, exit_code=code if phase == Phase.ENDED else 0)
         for node_rank, phase in enumerate(phases)
         if phase is not None
     }
-    return MembershipView(
-        num_nodes=len(phases),
+    return AttemptView(
+        directive=Directive(),
+        hostnames=[f"gpu{node_rank}" for node_rank in range(len(phases))],
+        ranks_per_node=1,
         min_nodes=min_nodes,
         max_nodes=max_nodes,
         statuses=statuses,
-        excluded=frozenset({*excluded, *awaited}),
+        lost=frozenset(awaited),
+        bad_nodes=frozenset(excluded),
         awaited=frozenset(awaited),
         waited_seconds=waited,
         failed_rounds=failed,
     )
+
+
+def decide_round(directive: Directive, seen: AttemptView) -> RoundDecision:
+    return decide_round_of(replace(seen, directive=directive))
 
 
 def running(*members: int) -> Directive:

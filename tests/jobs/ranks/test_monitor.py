@@ -12,13 +12,15 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from support.events import recorded, script_spec
+from support.events import script_spec
+from support.staging_nodes import hanging
 from support.waiting import wait_for
 
 from hpc.base.kernel import children
 from hpc.run.causes import Cause
 from hpc.run.code_files import CodeFiles
 from hpc.run.nodedir import HeldNodeDir
+from jobs import node_attempt
 from jobs.control.channel import ControlServer
 from jobs.node_attempt import NodeAttempt
 from jobs.ranks import monitor
@@ -27,9 +29,14 @@ from jobs.ranks.monitor import NodeMonitor
 from jobs.ranks.torchrun_command import PROCESS_WRAPPER
 from jobs.stop_request import StopRequest
 
+FAILED = {
+    "rank": 0, "restarts": 0, "started_at": 1.0, "failed_at": 2.0, "exit_code": 1, "signal": None,
+    "out_of_memory": False, "step": None, "detail": "FileNotFoundError: No such file or directory: 'late.csv'",
+}  # fmt: skip
+
 
 def test_rank_whose_node_emptied_the_memory_still_says_how_it_failed(
-    node: NodeAttempt, held: HeldNodeDir, monkeypatch: pytest.MonkeyPatch
+    node: NodeAttempt, held: HeldNodeDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(monitor, "_INTERVAL_SECONDS", 0.0)
     node.run.events.mkdir()
@@ -44,7 +51,7 @@ def test_rank_whose_node_emptied_the_memory_still_says_how_it_failed(
     assert subprocess.run(wrapper, env=environment, check=False).returncode == 1
     ranks.poll()
     assert [failure.rank for failure in channel.status.failures] == [3]
-    assert len(recorded(node, "memory_emptied")) == 1
+    assert capsys.readouterr().out.count("was emptied, and its snapshots are lost") == 1
     channel.close()
 
 
@@ -59,16 +66,27 @@ def test_missing_file_of_the_user_is_reported_without_a_check_of_the_staged_copy
     ranks = NodeMonitor(replace(node, spec=script_spec("train.py")), held, channel, StopRequest())
     checks = list[int]()
     ranks.input_check = InputCheck(lambda: checks.append(1) or 0)
-    fields = {
-        "rank": 0, "restarts": 0, "started_at": 1.0, "failed_at": 2.0, "exit_code": 1, "signal": None,
-        "out_of_memory": False, "step": None, "detail": "FileNotFoundError: No such file or directory: 'late.csv'",
-    }  # fmt: skip
-    (held.files.exits / "1-0.json").write_text(json.dumps(fields))
-    ranks.poll()
+    (held.files.exits / "1-0.json").write_text(json.dumps(FAILED))
+    ranks.finish_round()
     [failure] = channel.status.failures
     assert failure.cause is Cause.BAD_INPUT
     assert f"{tmp_path}/late.csv exists, but not in the run's code" in failure.detail
     assert not checks
+    channel.close()
+
+
+@pytest.mark.timeout(60)
+def test_failure_is_reported_while_the_storage_hangs(
+    node: NodeAttempt, held: HeldNodeDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_attempt, "HANGS_SECONDS", 1e9)  # who waits for an answer never goes on
+    node.run.events.mkdir()
+    channel = ControlServer("secret", 1)
+    ranks = NodeMonitor(node, held, channel, StopRequest())
+    (held.files.exits / "1-0.json").write_text(json.dumps(FAILED | {"detail": "ValueError: x"}))
+    with hanging(node.run.events):
+        ranks.poll()
+        assert [failure.detail for failure in channel.status.failures] == ["ValueError: x"]
     channel.close()
 
 

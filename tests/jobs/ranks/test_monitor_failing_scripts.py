@@ -10,9 +10,9 @@ from support.cluster import ROOT
 
 from hpc.base.transport import pick_port
 from hpc.run.budget import rank_signature
+from hpc.run.events.kinds import RankFailed
 from hpc.run.nodedir import NodeDir
 from jobs.control.agent_clock import AgentClock
-from jobs.control.messages import RankFailure
 from jobs.control.root_failure import RootFailure
 from jobs.ranks.monitor import LocalRanks
 from jobs.ranks.torchrun import Torchrun
@@ -92,7 +92,7 @@ EXPECTED = [
 
 
 @pytest.fixture(scope="module")
-def roots(tmp_path_factory: pytest.TempPathFactory) -> list[RankFailure]:
+def roots(tmp_path_factory: pytest.TempPathFactory) -> list[RankFailed]:
     """Return the failure that ended each start."""
     directory = tmp_path_factory.mktemp("node")
     for each in NodeDir(directory).directories:
@@ -107,7 +107,7 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> list[RankFailure]:
     environment = {**os.environ, "PYTHONFAULTHANDLER": "1", "OMP_NUM_THREADS": "1", "TORCHRELAY_PRELOAD": ""}
     ranks, judge = LocalRanks(NodeDir(directory), 2, "gpu01", AgentClock()), RootFailure()
     ranks.begin(1, {})
-    found, reported, deadline = list[RankFailure](), set[RankFailure](), time.monotonic() + 250
+    found, reported, deadline = list[RankFailed](), set[RankFailed](), time.monotonic() + 250
     with Torchrun(argv, torchrun_environment(alone, environment), ROOT) as torchrun:
         while torchrun.exit_code is None:
             assert time.monotonic() < deadline, reported
@@ -121,14 +121,14 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> list[RankFailure]:
 
 
 @pytest.mark.parametrize("number", range(len(EXPECTED)), ids=[message for *_, message in EXPECTED])
-def test_rank_cause_and_message(roots: list[RankFailure], number: int) -> None:
+def test_rank_cause_and_message(roots: list[RankFailed], number: int) -> None:
     root = roots[number]
     rank, exit_code, cause, message = EXPECTED[number]
     assert (root.rank, root.exit_code, root.cause) == (rank, exit_code, cause), root
     assert fnmatchcase(root.detail, message), root
 
 
-def test_only_the_same_failure_has_the_same_signature(roots: list[RankFailure]) -> None:
+def test_only_the_same_failure_has_the_same_signature(roots: list[RankFailed]) -> None:
     signatures = [rank_signature(each.cause, each.signal, each.exit_code, each.detail, each.step) for each in roots]
     known = [signature for signature in signatures if signature]
     assert len(known) == len(set(known)) == 9, signatures

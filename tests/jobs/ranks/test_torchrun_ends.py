@@ -174,27 +174,6 @@ def test_what_a_rank_leaves_behind_ends_when_torchrun_is_killed(node: Path, left
     assert not pids_left(node)
 
 
-AGENT = """
-import os, sys, time
-from pathlib import Path
-from jobs.ranks.torchrun import Torchrun
-with Torchrun(sys.argv[1:], os.environ, Path("/")):
-    time.sleep(1000)
-"""
-
-
-@pytest.mark.slow
-def test_what_a_rank_leaves_behind_ends_when_its_agent_is_killed(node: Path, left_behind: list[str]) -> None:
-    agent = subprocess.Popen([sys.executable, "-c", AGENT, *left_behind], cwd=ROOT, env=environment())
-    wait_for(node / "stays")
-    agent.kill()
-    agent.wait()
-    deadline = time.monotonic() + 60
-    while pids_left(node):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 STAYS = """
 import signal, subprocess
 from hpc.base.kernel import end_children

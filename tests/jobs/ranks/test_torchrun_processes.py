@@ -381,8 +381,8 @@ def test_heartbeats_of_living_ranks_only(tmp_path: Path, ranks: LocalRanks) -> N
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"step": None}, {"step": "12"}, {"step": True}, {"step": -1}, {"step": 1e400}, {"rank": [1]}, {"pid": "7"},
-        {"pid": 10**30}, {"phase": {}}, {"step_seconds": "0.1"}, {"busy_seconds": float("nan")},
+        {"step": None}, {"step": "12"}, {"step": True}, {"step": -1}, {"rank": [1]}, {"pid": "7"},
+        {"pid": 10**30}, {"phase": {}}, {"step_seconds": "0.1"}, {"busy_seconds": -1},
     ],
 )  # fmt: skip
 def test_heartbeat_that_is_none_is_mentioned_once_and_not_used(
@@ -393,8 +393,7 @@ def test_heartbeat_that_is_none_is_mentioned_once_and_not_used(
     NodeDir(tmp_path).heartbeat(1).write_text(json.dumps({**beat, **wrong}))
     for _ in range(2):
         assert [seen.rank for seen in ranks.heartbeats()] == [5]
-    [[field, _]] = wrong.items()
-    assert capsys.readouterr().out.count(f"the heartbeat of local rank 1 is not used: its {field} is ") == 1
+    assert capsys.readouterr().out.count("the heartbeat of local rank 1 is not used: ") == 1
 
 
 def test_failure_of_a_rank_whose_heartbeat_has_no_step(tmp_path: Path, ranks: LocalRanks) -> None:

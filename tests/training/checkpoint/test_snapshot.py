@@ -209,7 +209,7 @@ def test_a_damaged_snapshot_is_skipped(
     damage(newest)
     resumed = resume(start, node)
     assert f"warning: snapshot {newest} is not used: {reason}" in resumed.output()
-    assert events(cut.run_dir, "checkpoint_rejected")[0]["path"] == str(newest)
+    assert events(cut.run_dir, "checkpoint_rejected")[0]["detail"].startswith(str(newest))
     assert events(cut.run_dir, "train_started")[1]["restored_from"] == older.name
 
 

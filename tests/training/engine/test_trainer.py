@@ -146,7 +146,7 @@ def test_unreadable_images_are_replaced_counted_and_listed(start: Starter, corru
     for run, world_size in (("alone", 1), ("again", 1), ("shared", 2)):
         training = start.complete(*flags, run=run, world_size=world_size)
         weights.append(final(training.run_dir))
-        assert sorted(event["path"] for event in events(training.run_dir, "image_corrupt")) == corrupt
+        assert sorted(event["detail"] for event in events(training.run_dir, "image_corrupt")) == corrupt
         assert result(training.run_dir)["corrupt_images"] == corrupt
         assert all(training.output().count(f"warning: {path} cannot be read") == 1 for path in corrupt)
         assert lines(training.run_dir / "metrics" / "eval.jsonl")[-1]["corrupt"] == 1

@@ -9,11 +9,12 @@ from support.events import attempt_ended, claimed, event, interruption, resumed,
 
 from hpc.base.errors import TorchrelayError
 from hpc.run.budget import PastInterruption
+from hpc.run.events import ledger
 from hpc.run.events.attempts import Attempt, attempts_of, budget_now, budget_of, may_restart_after
 from hpc.run.events.kinds import AttemptEnded, Claimed, Event, Joined, RoundStarted
 from hpc.run.events.ledger import EventWriter
 from hpc.run.rundir import RunDir
-from jobs.claim import claim, event_file, join
+from jobs.claim import claim, join
 from jobs.node_attempt import NodeAllocation
 
 
@@ -130,9 +131,9 @@ def test_attempt_that_began_at_a_later_step_has_used_nothing() -> None:
 
 def test_claims_are_numbered_and_exclusive(run: RunDir) -> None:
     assert claim(run, place(), 1, "n").attempt == 1
-    event_file(run, 2, 0).append(Claimed(attempt=2, job_id="8", restart=0, secret="x", nodes=()))
+    EventWriter(ledger.agent_file(run, 2, 0), 2).append(Claimed(attempt=2, job_id="8", restart=0, secret="x", nodes=()))
     assert claim(run, place(restart=1), 1, "n").attempt == 3
-    event_file(run, 4, 0).append(Joined(node="gpu01"))
+    EventWriter(ledger.agent_file(run, 4, 0), 4).append(Joined(node="gpu01"))
     with pytest.raises(TorchrelayError, match=r"attempt 4 .* has just been claimed"):
         claim(run, place(restart=2), 1, "n")
 
@@ -157,7 +158,7 @@ def test_node_does_not_join_an_attempt_twice(run: RunDir) -> None:
     """submitit's local executor restarts a job without counting."""
     head, other = (replace(place(node_rank=rank), cluster="local") for rank in (0, 1))
     claim(run, head, 1, "n")
-    event_file(run, 1, 1).append(Joined(node="gpu02"))
+    EventWriter(ledger.agent_file(run, 1, 1), 1).append(Joined(node="gpu02"))
     EventWriter(run.events / "x.jsonl").append(AttemptEnded(attempt=1, cause="requeued"))
     with pytest.raises(TorchrelayError, match="did not start within"):
         join(run, other, lambda: False, timeout_seconds=0.0)

@@ -7,7 +7,7 @@ import pytest
 from support.events import cancelled, claimed, interruption, train_started
 
 from hpc.run.events import ledger
-from hpc.run.events.kinds import Cancelled, DataStaged, ImageCorrupt, Released
+from hpc.run.events.kinds import Cancelled, DataStaged, Problem, Released
 from hpc.run.events.ledger import EventWriter
 
 
@@ -16,9 +16,9 @@ def written(path: Path) -> list[dict[str, object]]:
 
 
 def test_event_has_the_attempt_of_its_writer_and_the_time(tmp_path: Path) -> None:
-    EventWriter(tmp_path / "x.jsonl", 3).append(ImageCorrupt(path="a.png"))
+    EventWriter(tmp_path / "x.jsonl", 3).append(Problem(what="image_corrupt", detail="a.png"))
     [line] = written(tmp_path / "x.jsonl")
-    assert (line["event"], line["attempt"], line["path"]) == ("image_corrupt", 3, "a.png")
+    assert (line["event"], line["attempt"], line["detail"]) == ("problem", 3, "a.png")
     [event] = ledger.read(tmp_path)
     assert (event.attempt, event.time) == (3, line["time"])
 

@@ -193,7 +193,7 @@ class Restorer:
         """Warn, and record, that a state is not usable."""
         if self.peers.is_rank_zero:
             self.owner.warn(f"{candidate.source} {candidate.path} is not used: {reason}")
-            self.owner.event("checkpoint_rejected", path=str(candidate.path), reason=reason)
+            self.owner.event("problem", what="checkpoint_rejected", detail=f"{candidate.path}: {reason}")
 
     def _is_usable(self, candidate: Candidate) -> bool:
         """Load a state, or discard it, so that no attempt reads it again."""

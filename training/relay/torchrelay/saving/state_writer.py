@@ -238,7 +238,7 @@ class StateWriter:
         except (OSError, OtherRankError) as error:
             # Not the error itself: it would keep the frames of its traceback, and so memory.
             self.unwritten = reason_of(error)
-            self.owner.event("checkpoint_failed", step=step, reason=self.unwritten)
+            self.owner.event("problem", what="checkpoint_failed", step=step, detail=self.unwritten)
             if self.peers.is_rank_zero:
                 self.owner.warn(
                     f"the checkpoint of step {step} was not saved ({self.unwritten}), and is tried again later: if the "

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -16,7 +15,7 @@ from hpc.base.kernel import children, has_name
 from hpc.base.transport import pick_port
 from hpc.run.nodedir import NodeDir
 from jobs.ranks import WRAPPER
-from jobs.ranks.standby import Standby
+from jobs.ranks.torchrun import Standby
 from jobs.ranks.torchrun_command import PROCESS_WRAPPER, Rendezvous, torchrun_argv, torchrun_environment
 
 SCRIPT = """
@@ -73,23 +72,6 @@ def test_torchrun_that_does_not_fit_is_ended(node_dir: NodeDir, standby: Standby
     wrapper = own_wrapper()
     assert standby.take(*command(node_dir.path, USERS="other")) is None
     assert wrapper not in children(os.getpid())
-
-
-def test_it_ends_with_its_agent(node_dir: NodeDir) -> None:
-    argv, environment = command(node_dir.path)
-    agent = (
-        "import os, sys, time; from pathlib import Path; from jobs.ranks.standby import Standby;"
-        "Standby().prepare(sys.argv[1:], os.environ, Path('/')); time.sleep(300)"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", agent, *argv], env={**environment, "PYTHONPATH": str(ROOT)}
-    ) as process:
-        wait_for(lambda: children(process.pid))
-        [wrapper] = children(process.pid)
-        wait_for(lambda: children(wrapper))
-        [torchrun] = children(wrapper)
-        process.kill()
-    wait_for(lambda: not Path(f"/proc/{torchrun}").exists() and not Path(f"/proc/{wrapper}").exists())
 
 
 def own_wrapper() -> int:
