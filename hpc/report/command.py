@@ -1,38 +1,25 @@
-"""A run's settings, and the command that submits it again. Pure; runs on the login node."""
+"""The command that submits a run again. Pure; runs on the login node."""
 
 import shlex
-from dataclasses import asdict, fields
-from pathlib import Path
-from typing import Any
 
 from hpc.base.program import values_of
 from hpc.run.spec import RunSpec
 from hpc.submissions.options import SubmitScript, SubmitTraining
 from hpc.submissions.settings import changed, settings_of, words_of
-from training.config.evaluation_task import EvaluationTask
-from training.config.train_config import base_learning_rate
-from training.config.training_spec import Training
-
-_OF_ONE_RUN = frozenset({"name", "id", "mlflow-run", "has-default-time"})
 
 
 def submit_command(spec: RunSpec) -> list[str]:
     """Return the words of a command that submits the run again, with all settings that differ from their defaults."""
-    if spec.evaluation is not None:
-        return _evaluate_command(spec, spec.evaluation)
+    if task := spec.evaluation:
+        flags = [task.source, *([f"--checkpoint={task.checkpoint}"] if task.checkpoint else [])]
+        # Do not name the evaluated run's own data: from data that --data names, `hpc evaluate` holds nothing out.
+        flags += [f"--data={spec.data}"] if spec.data and (task.other_data or task.checkpoint is None) else []
+        flags += [] if task.split == "auto" else [f"--split={task.split}"]
+        flags += [f"--cluster={spec.cluster}", *words_of(changed(values_of(spec.resources)))]
+        return ["python", "-m", "hpc.evaluate", *flags]
     script = ["--", *spec.script] if spec.script else []
-    settings = changed(settings_of(spec), SubmitTraining if spec.train else SubmitScript)
+    settings = changed(settings_of(spec), SubmitScript if spec.script else SubmitTraining)
     return ["python", "-m", "hpc.submit", *words_of(settings), *script]
-
-
-def _evaluate_command(spec: RunSpec, task: EvaluationTask) -> list[str]:
-    """Return the words of a command that repeats an evaluation, without settings that come from the evaluated run."""
-    flags = [task.source, *([f"--checkpoint={task.checkpoint}"] if task.checkpoint else [])]
-    # Do not name the evaluated run's own data: from data that --data names, `hpc evaluate` holds nothing out.
-    flags += [f"--data={spec.data}"] if spec.data and (task.other_data or task.checkpoint is None) else []
-    flags += [] if task.split == "auto" else [f"--split={task.split}"]
-    flags += [f"--cluster={spec.cluster}", *words_of(changed(values_of(spec.resources)))]
-    return ["python", "-m", "hpc.evaluate", *flags]
 
 
 def shell_text(command: list[str]) -> str:
@@ -42,31 +29,3 @@ def shell_text(command: list[str]) -> str:
         start = words.index("--")
         words = [*words[:start], " ".join(words[start:])]
     return " \\\n  ".join([" ".join([program, *words[:1]]), *words[1:]])
-
-
-def flat_settings(spec: RunSpec) -> dict[str, str]:
-    """Return every setting of a run by its flag's name."""
-    settings = {"script" if name == "program" else name: value for name, value in asdict(spec).items()}
-    settings["script"] = spec.script
-    training = settings.pop("training") or dict.fromkeys(field.name for field in fields(Training))
-    nested, train = dict[str, Any](), training.pop("train") or {}
-    for group in ("resources", "recovery", "network"):
-        nested |= settings.pop(group)
-    settings, nested = settings | training, nested | train
-    merged = {**settings, **nested, "data": nested.get("data") or settings["data"]}
-    found = dict[str, str]()
-    for name, value in merged.items():
-        words = value if isinstance(value, list | tuple) else [] if value is None else [value]
-        found[name.replace("_", "-")] = " ".join(map(str, words))
-    return found
-
-
-def settings_with_defaults(spec: RunSpec) -> dict[str, str]:
-    """Return the settings to compare with another run's. Unset ones are `default`, except `lr`: it is computed."""
-    settings = {name: value for name, value in flat_settings(spec).items() if name not in _OF_ONE_RUN}
-    training = spec.training
-    if training:
-        settings["lr"] = f"{base_learning_rate(training.train):.4g}"
-    checkpoint = Path(training.forked_from) if training and training.forked_from else None
-    settings["forked-from"] = f"{checkpoint.parents[1].name}, {checkpoint.name}" if checkpoint else "none"
-    return {name: value or "default" for name, value in settings.items()}
