@@ -6,11 +6,11 @@ to agree with the tracker.
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from hpc.base.errors import TorchrelayError, need_package
+from hpc.base.errors import TorchrelayError
 from hpc.run.events.history import Outcome
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec, Service
@@ -28,38 +28,24 @@ class TrackingError(TorchrelayError):
 
 
 class Tracker(Protocol):
-    """A run at a tracker. Each method raises TrackingError."""
+    """A run at a tracker, which is created there if it does not exist. All but `check` raise TrackingError."""
 
     sent: dict[str, int]
     """The last step of each series that the tracker has."""
+    url: str | None
+    """The address of the run's page, or of the directory or database with the run; None if unknown."""
 
-    @property
-    def url(self) -> str | None:
-        """The address of the run's page, or of the directory or database with the run; None if unknown."""
+    def __init__(self, run: RunDir, spec: RunSpec) -> None: ...
+
+    @staticmethod
+    def check() -> None:
+        """Raise UserError if the address or the key of the tracker is not set."""
 
     def send(self, points: Sequence[Point]) -> None:
         """Send points, and update `sent`."""
 
     def close(self, outcome: Outcome | None) -> None:
         """Send what is not yet sent, and the outcome. An outcome of None means that the run goes on, now or later."""
-
-
-def open_tracker(service: Service, run: RunDir, spec: RunSpec) -> Tracker:
-    """Connect to the record of a run at a tracker, and create the record if there is none.
-
-    Raises:
-        UserError: the tracker's package is not installed, or its address or key is not set.
-        TrackingError: the tracker cannot be reached, or refuses the request.
-    """
-    need_package(service, service, TITLES[service])
-    # Each module takes seconds to import.
-    if service == "wandb":
-        from hpc.services.tracking.wandb_tracker import WandbTracker  # noqa: PLC0415
-
-        return WandbTracker(run, spec)
-    from hpc.services.tracking.mlflow_tracker import MlflowTracker  # noqa: PLC0415
-
-    return MlflowTracker(run, spec)
 
 
 def run_id(spec: RunSpec) -> str:
@@ -77,15 +63,12 @@ def rank_variables(run: RunDir, spec: RunSpec) -> dict[str, str]:
 
 
 def settings_of(run: RunDir, spec: RunSpec) -> dict[str, Any]:
-    """Return the run's settings by name: the flags of the classifier, or the command line of a script."""
-    training, resources, given = spec.training, spec.resources, dict[str, Any]()
-    if training:
-        given |= asdict(training.train) | {"recipe": training.recipe, "forked_from": training.forked_from}
-    else:
-        given["script"] = shlex.join(spec.script)
-    given |= {
-        "data": spec.data, "run_dir": str(run.path),
-        "nodes": resources.nodes, "gpus_per_node": resources.gpus_per_node,
-        "commit": run.revision.read_text().strip() if run.revision.exists() else None,
-    }  # fmt: skip
-    return {name: value for name, value in given.items() if value is not None}
+    """Return the fields of the run's spec that are set, by name, and the commit."""
+    commit = run.revision.read_text().strip() if run.revision.exists() else None
+    fields = asdict(spec) | {"program": {"script": shlex.join(spec.script)}, "commit": commit, "run_dir": str(run.path)}
+    return {name: value for name, value in _leaves(fields) if value not in (None, "", ())}
+
+
+def _leaves(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in fields.items():
+        yield from _leaves(value) if isinstance(value, Mapping) else ((name, value),)
