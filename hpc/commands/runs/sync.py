@@ -17,8 +17,8 @@ from hpc.run.events.history import History, Outcome
 from hpc.run.events.kinds import Tracking
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec, Service
-from hpc.services.tracking.sender import last_events, send_new
 from hpc.services.tracking.opening import tracker_of
+from hpc.services.tracking.sender import last_events, send_new
 from hpc.services.tracking.tracker import TITLES
 from hpc.status.run_view import StatusCache
 from hpc.status.summary import TERMINAL

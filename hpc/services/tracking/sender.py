@@ -19,8 +19,8 @@ from hpc.run.events.kinds import OfTracker, Tracking, TrackingFailed
 from hpc.run.events.ledger import EventWriter, attempt_prefix
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
-from hpc.services.tracking.points import read_points
 from hpc.services.tracking.opening import tracker_of
+from hpc.services.tracking.points import read_points
 from hpc.services.tracking.tracker import TITLES, Tracker
 
 _POLL_SECONDS = 15.0
