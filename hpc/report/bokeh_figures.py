@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 from bokeh.document import Document
 from bokeh.models import (
+    BasicTickFormatter,
     BoxZoomTool,
     ColumnDataSource,
     DataRange1d,
     FixedTicker,
     HoverTool,
+    LogTicker,
     NumeralTickFormatter,
     PanTool,
     PrintfTickFormatter,
@@ -99,6 +101,7 @@ def _draw(chart: Chart, marks: Sequence[dict[str, Any]], x_range: Range1d, axes:
     box_zoom = BoxZoomTool()
     drawn = figure(
         height=230, sizing_mode="stretch_width", x_range=x_range,
+        y_axis_type="log" if chart.is_logarithmic else "linear",
         x_axis_type="log" if axes and axes[0].is_logarithmic else "linear",
         y_range=DataRange1d(start=0) if chart.look.from_zero else DataRange1d(),
         tools=[box_zoom, PanTool(), WheelZoomTool(dimensions="width"), ResetTool(), SaveTool()],
@@ -108,6 +111,8 @@ def _draw(chart: Chart, marks: Sequence[dict[str, Any]], x_range: Range1d, axes:
     drawn.toolbar.update(logo=None, autohide=True, active_drag=box_zoom, active_scroll=None)
     drawn.toolbar.stylesheets = ["@media print { :host { visibility: hidden; } }"]
     _frame(drawn, axes)
+    if chart.is_logarithmic:
+        drawn.yaxis.update(formatter=BasicTickFormatter(), ticker=LogTicker(desired_num_ticks=4))
     _draw_marks(drawn, marks)
     lines = [_draw_series(drawn, one) for one in chart.series]
     labelled = "label" in chart.series[0].points

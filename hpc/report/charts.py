@@ -23,6 +23,8 @@ TABLES_ONLY = BOOKKEEPING | {"top5_accuracy", "memory_bytes", "allreduce_seconds
 """Numbers that only the tables have: they hardly change, or other figures show the same."""
 # A trend averages over this part of a line's points. Shorter lines have no trend.
 _TREND_PART, _PLAIN_POINTS = 40, 60
+# A loss that falls by this factor gets a logarithmic scale.
+_LONG_FALL = 4.0
 _EVALUATIONS = frozenset({"validation", "test"})
 
 
@@ -41,10 +43,12 @@ class Look:
     noisy: bool = True
     """Whether to draw a smoothed trend, because the values vary much from step to step."""
     from_zero: bool = False
+    falls: bool = False
+    """Whether the scale is logarithmic if the values fall far: on a linear one, their end would look flat."""
 
 
 LOOKS = {
-    "loss": Look(title="Loss"),
+    "loss": Look(title="Loss", falls=True),
     "accuracy": Look(title="Accuracy (%)", scale=100),
     "images_per_second": Look(title="Images per second", from_zero=True),
     "lr": Look(title="Learning rate", from_zero=True, noisy=False),
@@ -89,6 +93,12 @@ class Chart:
     """Name of the quantity on the x axis, which is in the column `step`."""
     heading: str = ""
     """Heading of the figure. If empty, the title of the metric is the heading."""
+
+    @property
+    def is_logarithmic(self) -> bool:
+        """Whether the y axis is logarithmic."""
+        values = pd.concat([series.points["value"] for series in self.series])
+        return self.look.falls and bool(0 < _LONG_FALL * values.min() < values.max())
 
     @property
     def description(self) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from math import isfinite
 
 UNKNOWN = "–"  # noqa: RUF001 - a dash, as in a printed table
@@ -17,29 +18,9 @@ def number(value: object, form: str = "{:,.0f}") -> str:
     return form.format(value) if known(value) else UNKNOWN
 
 
-def percent(value: object) -> str:
-    """Format a share as a percentage, such as 91.25%."""
-    return number(value, "{:.2%}")
-
-
-def significant(value: object) -> str:
-    """Format a number with six significant digits."""
-    return number(value, "{:.6g}")
-
-
-def loss(value: object) -> str:
-    """Format a loss."""
-    return number(value, "{:.4f}")
-
-
-def text(value: object) -> str:
-    """Format a value as it is."""
-    return number(value, "{}")
-
-
 def cause(value: object) -> str:
     """Format a cause with spaces, such as `time limit`."""
-    return text(value).replace("_", " ")
+    return number(value, "{}").replace("_", " ")
 
 
 def moment(seconds: object) -> str:
@@ -67,5 +48,9 @@ def plural(count: int | None, noun: str) -> str:
 
 
 FILTERS: dict[str, Callable[..., str]] = {
-    one.__name__: one for one in (number, percent, significant, loss, text, cause, moment, duration, plural)
+    **{one.__name__: one for one in (number, cause, moment, duration, plural)},
+    "text": partial(number, form="{}"),
+    "percent": partial(number, form="{:.2%}"),
+    "significant": partial(number, form="{:.6g}"),
+    "loss": partial(number, form="{:.4f}"),
 }

@@ -53,6 +53,8 @@ class RunRecord:
     run: RunDir
     summary: Summary
     spec: RunSpec | None
+    settings: Mapping[str, Any]
+    """The run's flags by name, and the command line of a script."""
     metrics: Mapping[str, pd.DataFrame]
     """The tables of the files in `metrics/`, by name; `train` and `eval` are always there."""
     attempts: Rows
@@ -84,13 +86,6 @@ class RunRecord:
         """The time that the interruptions cost, as far as it is known; None if it is not known of any."""
         costs = [one["total_seconds"] for one in self.interruptions if one["total_seconds"] is not None]
         return sum(costs) if costs else None
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The run's flags by name, and the command line of a script."""
-        if self.spec is None:
-            return {}
-        return plain({"script": " ".join(self.spec.script), **settings_of(self.spec)})
 
     @property
     def has_ended(self) -> bool:
@@ -131,6 +126,7 @@ def gather(run: RunDir, summary: Summary) -> RunRecord:
         run=run,
         summary=summary,
         spec=spec,
+        settings=plain({"script": " ".join(spec.script), **settings_of(spec)}) if spec else {},
         metrics=metrics,
         attempts=[
             {

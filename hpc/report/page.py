@@ -1,6 +1,7 @@
 """Prepares the data that the templates need for the page of a run or of a comparison. Pure; runs on the login node."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from hpc.base.text import few
@@ -8,7 +9,6 @@ from hpc.report import formats
 from hpc.report.bokeh_figures import plots_of
 from hpc.report.charts import line_style
 from hpc.report.command import shell_text, submit_command
-from hpc.report.formats import known
 from hpc.report.gather import RunRecord, labels_of
 from hpc.report.rendering import render
 from hpc.run.events.kinds import Preflight, Software
@@ -19,7 +19,7 @@ from hpc.status.details import largest_parts
 _MAX_CLASSES, _MAX_LISTED = 30, 20
 _COMMIT_DIGITS = 12
 # The settings that the line below the title names, if the run has them.
-_HEADLINE = ("model", "data", "epochs", "batch-size", "optimizer", "lr", "seed", "script")
+_HEADLINE = ("script", "model", "epochs", "batch-size", "optimizer", "lr", "seed")
 RELOAD_SECONDS = 30
 # Color and meaning of the marks in the figures.
 _MARKS = (
@@ -81,6 +81,7 @@ def _headline(record: RunRecord) -> list[str]:
         return []
     settings, resources = record.settings, record.spec.resources
     words = [f"{name} {settings[name]}" for name in _HEADLINE if settings.get(name)]
+    words += ["data " + "/".join(Path(settings["data"]).parts[-2:])] if settings.get("data") else []
     gpus = formats.plural(resources.num_gpus, f"{resources.gpu_type or ''} GPU".strip())
     gpus = f"{formats.plural(resources.num_gpus, 'rank')} on CPUs" if cells.is_on_cpu(record.summary) else gpus
     nodes = f"{resources.nodes} node{'s' * (resources.nodes != '1')}"
@@ -146,21 +147,12 @@ def _runs(
     links: Sequence[str | None],
     differing: Mapping[str, Sequence[str]],
 ) -> list[dict[str, Any]]:
-    compared = {
-        "test_accuracy": [record.summary.test_accuracy for record in records],
-        "best_validation": [record.best_validation for record in records],
-    }
-    best = {
-        name: max((one for one in of_runs if one is not None and known(one)), default=None)
-        for name, of_runs in compared.items()
-    }
     return [
         {
             **record.summary.document(),
             "run": label,
             "link": link,
             **dict(zip(("color", "dashes"), line_style(number), strict=True)),
-            "best": best,
             "best_validation": record.best_validation,
             "images_per_second": record.images_per_second,
             "interruptions": len(record.interruptions),

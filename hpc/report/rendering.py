@@ -21,7 +21,6 @@ Column = tuple[str, Any, str]
 """The title of a column, its key in the rows, and the kind of its cells."""
 # The CSS class of a column by the kind of its cells. Kinds that are not listed have the class `number`.
 _SIDES = {"text": "", "cause": "", "moment": "", "run": "", "state": "", "words": "words", "wrapped": "wrapped"}
-_KINDS = {"words": "text", "wrapped": "text", "digits": "text", "run": "text", "state": "text"}
 
 
 def render(
@@ -55,7 +54,7 @@ def _sha256(script: str) -> str:
 
 
 def _formatted(value: object, kind: str) -> str:
-    return FILTERS[_KINDS.get(kind, kind)](value)
+    return FILTERS.get(kind, FILTERS["text"])(value)
 
 
 def _with_values(columns: Sequence[Column], rows: Sequence[Any]) -> list[Column]:

@@ -94,7 +94,7 @@ def _figures(measured: Sequence[Measures]) -> list[tuple[Chart, Axis]]:
     ):
         if any(curve for *_, curve in curves):
             end = max(seconds for *_, curve in curves for seconds, _ in curve)
-            look, x = Look(title=title), "seconds of training"
+            look, x = Look(title=title, falls=True), "seconds of training"
             chart = Chart(look=look, x=x, series=_series(curves))
             found.append((chart, Axis(name="step", label=x, limits=(-0.02 * end, 1.02 * end))))
     return found
