@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from bokeh.document import Document
 from bokeh.models import (
-    BasicTickFormatter,
     BoxZoomTool,
     ColumnDataSource,
     DataRange1d,
@@ -112,7 +111,7 @@ def _draw(chart: Chart, marks: Sequence[dict[str, Any]], x_range: Range1d, axes:
     drawn.toolbar.stylesheets = ["@media print { :host { visibility: hidden; } }"]
     _frame(drawn, axes)
     if chart.is_logarithmic:
-        drawn.yaxis.update(formatter=BasicTickFormatter(), ticker=LogTicker(desired_num_ticks=4))
+        drawn.yaxis.update(formatter=PrintfTickFormatter(format="%g"), ticker=LogTicker(desired_num_ticks=4))
     _draw_marks(drawn, marks)
     lines = [_draw_series(drawn, one) for one in chart.series]
     labelled = "label" in chart.series[0].points

@@ -177,7 +177,7 @@ def _metrics(notes: list[str], path: Path) -> pd.DataFrame:
     parts.clear()
     for name in columns:
         if name not in table:
-            table[name] = np.nan
+            table[name] = None if name == _SPLIT else np.nan
     # A script that restarts from a checkpoint writes steps again: drop what it wrote about them before.
     keys = [name for name in ("step", _SPLIT) if name in columns]
     newest = ~table.duplicated(keys, keep="last") & (table["step"] <= table["step"][::-1].cummin()[::-1])
