@@ -6,20 +6,31 @@ from dataclasses import dataclass, field
 import numpy as np
 import pandas as pd
 
-from hpc.report.colors import line_style
 from hpc.report.gather import RunRecord, labels_of
 from hpc.services.tracking.points import BOOKKEEPING
 
-SMOOTHINGS = {"none": 0, "light": 100, "medium": 40, "strong": 10}
-"""Divisor for each degree of smoothing: `medium` averages over 1/40 of a line's points; 0 means no smoothing."""
-MOST_POINTS = 1000
-"""The largest number of points of one line. On the page, each point takes up to seven numbers of four bytes."""
-# A loss that falls by this factor gets a logarithmic scale: on a linear scale, its end would look flat.
+COLORS = {
+    "s1": "#1d5fd1", "s2": "#c2500a", "s3": "#14804a", "s4": "#8a3ffc", "s5": "#b8256e", "s6": "#0b7285",
+    "s7": "#7a5c00", "s8": "#55606e", "failure": "#c62828", "outside": "#b58100", "queue": "#7048a8",
+    "soft": "#55606e", "rule": "#c3cad4", "shade": "#c9d2de",
+}  # fmt: skip
+"""The colors of lines and periods, by the names of their variables in the style sheet."""
+_SERIES = 8
+_DASHES = ("solid", "dashed", "dotted")
+MOST_POINTS = 500
+"""The largest number of points of one line, because the page has all figures in one file."""
+TABLES_ONLY = BOOKKEEPING | {"top5_accuracy", "memory_bytes", "allreduce_seconds", "world_size"}
+"""Numbers that only the tables have: they hardly change, or other figures show the same."""
+# A trend averages over this part of a line's points. Shorter lines have no trend.
+_TREND_PART, _PLAIN_POINTS = 40, 60
+# A loss that falls by this factor gets a logarithmic scale.
 _LONG_FALL = 4.0
-# Lines with at most this number of points have no trend.
-_PLAIN_POINTS = 60
 _EVALUATIONS = frozenset({"validation", "test"})
-_UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
+
+
+def line_style(number: int) -> tuple[str, str]:
+    """Return the color and the dashes of a line by its number: no pair repeats before all are used."""
+    return f"s{number % _SERIES + 1}", _DASHES[number // _SERIES % len(_DASHES)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,28 +38,22 @@ class Look:
     """How figures show a metric."""
 
     title: str
-    form: str = "%.5g"
-    """A printf format for a value."""
     scale: float = 1.0
     """Factor by which to multiply a value before it is shown."""
     noisy: bool = True
     """Whether to draw a smoothed trend, because the values vary much from step to step."""
     from_zero: bool = False
-    prefers_validation: bool = False
-    """Whether a comparison, which has one line per run, prefers validation values to training values."""
+    falls: bool = False
+    """Whether the scale is logarithmic if the values fall far: on a linear one, their end would look flat."""
 
 
 LOOKS = {
-    "loss": Look(title="Loss", form="%.4f"),
-    "accuracy": Look(title="Accuracy (%)", form="%.2f", scale=100, prefers_validation=True),
-    "top5_accuracy": Look(title="Top-5 accuracy (%)", form="%.2f", scale=100, prefers_validation=True),
-    "images_per_second": Look(title="Images per second", form="%.0f", from_zero=True),
-    "lr": Look(title="Learning rate", form="%.3g", from_zero=True, noisy=False),
-    "data_wait_share": Look(title="Waiting for data (%)", form="%.1f", scale=100, from_zero=True),
-    "allreduce_wait_share": Look(title="Waiting for the all-reduce (%)", form="%.1f", scale=100, from_zero=True),
-    "allreduce_seconds": Look(title="All-reduce of the gradients (s)", form="%.4f", from_zero=True),
-    "memory_bytes": Look(title="Memory of rank 0 (GiB)", form="%.2f", scale=2**-30, from_zero=True, noisy=False),
-    "world_size": Look(title="Ranks", form="%d", from_zero=True, noisy=False),
+    "loss": Look(title="Loss", falls=True),
+    "accuracy": Look(title="Accuracy (%)", scale=100),
+    "images_per_second": Look(title="Images per second", from_zero=True),
+    "lr": Look(title="Learning rate", from_zero=True, noisy=False),
+    "data_wait_share": Look(title="Waiting for data (%)", scale=100, from_zero=True),
+    "allreduce_wait_share": Look(title="Waiting for the all-reduce (%)", scale=100, from_zero=True),
 }
 
 
@@ -66,7 +71,7 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """A line of a figure. Its points have columns such as `step` and `value`; a noisy line also has smoothed values."""
+    """A line of a figure. Its points have columns such as `step` and `value`; a noisy line also has its `trend`."""
 
     name: str
     color: str
@@ -82,7 +87,6 @@ class Series:
 class Chart:
     """One figure, with a metric on the y axis."""
 
-    column: str
     look: Look
     series: Sequence[Series]
     x: str = "step"
@@ -92,9 +96,9 @@ class Chart:
 
     @property
     def is_logarithmic(self) -> bool:
-        """Whether the y axis is logarithmic: on a linear one, the end of a loss that falls far would look flat."""
+        """Whether the y axis is logarithmic."""
         values = pd.concat([series.points["value"] for series in self.series])
-        return self.column == "loss" and bool(values.min() > 0) and bool(values.max() > _LONG_FALL * values.min())
+        return self.look.falls and bool(0 < _LONG_FALL * values.min() < values.max())
 
     @property
     def description(self) -> str:
@@ -102,43 +106,33 @@ class Chart:
         words = [f"{self.look.title} by {self.x}."]
         for one in self.series:
             values, steps = one.points["value"], one.points["step"]
-            first, last = (f"{self.look.form % values.iloc[i]} at {self.x} {steps.iloc[i]:.6g}" for i in (0, -1))
+            first, last = (f"{values.iloc[i]:.5g} at {self.x} {steps.iloc[i]:.6g}" for i in (0, -1))
             course = f"from {first} to {last}, " if one.has_line else ""
-            lowest, highest = self.look.form % values.min(), self.look.form % values.max()
-            words.append(f"{one.name}: {course}lowest {lowest}, highest {highest}.")
+            words.append(f"{one.name}: {course}lowest {values.min():.5g}, highest {values.max():.5g}.")
         return " ".join(words)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Clock:
-    """Converts times to times since the start of a run's first attempt, in one unit for all runs on a page."""
-
-    unit: str
-    unit_seconds: float
-
-    def since(self, began: float | None, time: pd.Series) -> pd.Series:
-        """Convert times in seconds since the epoch to times since `began`. If `began` is None, return NaN."""
-        return (time - (np.nan if began is None else began)) / self.unit_seconds
+def unit_seconds(records: Sequence[RunRecord]) -> float:
+    """Return the seconds of the unit of the time axis: an hour, or a minute if no run has taken two hours."""
+    return 3600.0 if any((record.summary.elapsed_seconds or 0.0) >= 7200 for record in records) else 60.0
 
 
-def clock_for(records: Sequence[RunRecord], now: float) -> Clock:
-    """Return a clock in the largest unit that fits at least twice into the longest run, or else in seconds."""
-    longest = max((one.ended(now) - one.began for one in records if one.began is not None), default=0.0)
-    seconds, unit = next((each for each in _UNITS if longest >= 2 * each[0]), _UNITS[-1])
-    return Clock(unit=unit, unit_seconds=seconds)
-
-
-def charts_of(records: Sequence[RunRecord], clock: Clock) -> list[Chart]:
+def charts_of(records: Sequence[RunRecord], unit: float) -> list[Chart]:
     """Return the figures of one run or of several. Metrics that are in LOOKS come first."""
-    tables = [_tables(record, records) for record in records]
-    columns = [column for named in tables for table in named.values() for column in table if _is_plotted(column, table)]
-    found = list[Chart]()
+    tables = [_tables(record, is_compared=len(records) > 1) for record in records]
+    columns = dict.fromkeys(name for named in tables for table in named.values() for name in table)
+    charts = list[Chart]()
     for column in dict.fromkeys([*(name for name in LOOKS if name in columns), *columns]):
+        if column in TABLES_ONLY or column == "split":
+            continue
         look = LOOKS.get(column, Look(title=column))
-        points = [_points(record, named, column, look, clock) for record, named in zip(records, tables, strict=True)]
+        points = [_points(record, named, column, look, unit) for record, named in zip(records, tables, strict=True)]
         if len(records) > 1:
-            labelled = zip(labels_of(records), (_compared(each, look) for each in points), strict=True)
-            lines = [(number, label, *chosen) for number, (label, chosen) in enumerate(labelled) if chosen]
+            lines = [
+                (number, label, *_compared(of_run, column))
+                for number, (label, of_run) in enumerate(zip(labels_of(records), points, strict=True))
+                if of_run
+            ]
         else:
             # A line's number, and so its color, depends on its name alone: it has the same color in all figures.
             names = list(tables[0])
@@ -148,64 +142,52 @@ def charts_of(records: Sequence[RunRecord], clock: Clock) -> list[Chart]:
             for number, label, name, table in lines
             for color, dashes in [line_style(number)]
         ]
-        found += [Chart(column=column, look=look, series=series)] if series else []
-    return found
+        if series:
+            charts.append(Chart(look=look, series=series))
+    return charts
 
 
-def _tables(record: RunRecord, shown: Sequence[RunRecord]) -> dict[str, pd.DataFrame]:
-    """Return the metrics of each line, by the line's name. Leave out the steps that a fork copied from a shown run."""
-    train, evaluations = record.train, record.evaluations
-    if any(record.is_fork_of(other) for other in shown):
-        train, evaluations = (table[table["attempt"] != 0] for table in (train, evaluations))
+def _tables(record: RunRecord, *, is_compared: bool) -> dict[str, pd.DataFrame]:
+    """Return the metrics of each line, by the line's name.
+
+    A fork has its parent's metrics as attempt 0. In a comparison these would hide the parent's line.
+    """
+    tables = dict(record.metrics)
+    if is_compared:
+        tables = {name: table[table["attempt"] != 0] for name, table in tables.items()}
+    train, evaluations = tables.pop("train"), tables.pop("eval")
     # A user's script may leave out the split of an evaluation, which then counts as a validation.
     splits = evaluations["split"].fillna("val")
     names = {"val": "validation", "test": "test", **{split: split for split in splits.unique() if split != "val"}}
-    evaluated = {name: evaluations[splits == split] for split, name in names.items()}
-    return {"training": train, **evaluated, **record.other_metrics}
-
-
-def _is_plotted(column: str, table: pd.DataFrame) -> bool:
-    if column in BOOKKEEPING or not pd.api.types.is_numeric_dtype(table[column]):
-        return False
-    # The number of ranks is worth a figure only if it changes, as in an elastic run that has lost nodes.
-    return column != "world_size" or table[column].min() < table[column].max()
+    return {"training": train, **{name: evaluations[splits == split] for split, name in names.items()}, **tables}
 
 
 def _points(
-    record: RunRecord, tables: Mapping[str, pd.DataFrame], column: str, look: Look, clock: Clock
+    record: RunRecord, tables: Mapping[str, pd.DataFrame], column: str, look: Look, unit: float
 ) -> dict[str, pd.DataFrame]:
     """Return the points of a metric for each line that has values, by the name of the line."""
     found = dict[str, pd.DataFrame]()
     for name, table in tables.items():
         if column not in table:
             continue
-        values = table[column].astype("float64") * look.scale
+        values = table[column] * look.scale
         values = values[np.isfinite(values)]
         if values.empty:
             continue
         # Points are selected before the other columns are computed: a long run has millions of points.
         drawn = extremes(values, MOST_POINTS)
-        rows, by_epoch, trends = table.loc[drawn], record.steps_per_epoch, _trends(look, name, values)
-        found[name] = pd.DataFrame(
-            {
-                "step": rows["step"],
-                "time": clock.since(record.began, rows["time"]),
-                "epoch": rows["step"] / by_epoch if by_epoch else rows["epoch"],
-                "value": values[drawn],
-                **{f"value_{degree}": smoothed(values, part)[drawn] for degree, part in trends.items()},
-            }
-        ).reset_index(drop=True)
+        rows, by_epoch = table.loc[drawn], record.steps_per_epoch
+        points = {
+            "step": rows["step"],
+            "time": (rows["time"] - record.began) / unit,
+            "epoch": rows["step"] / by_epoch if by_epoch else rows["epoch"],
+            "value": values[drawn],
+        }
+        if look.noisy and name not in _EVALUATIONS and len(values) > _PLAIN_POINTS:
+            # A centered average neither lags nor leads.
+            points["trend"] = values.rolling(len(values) // _TREND_PART + 1, center=True, min_periods=1).mean()[drawn]
+        found[name] = pd.DataFrame(points).reset_index(drop=True)
     return found
-
-
-def _trends(look: Look, name: str, values: pd.Series) -> Mapping[str, int]:
-    is_plain = not look.noisy or name in _EVALUATIONS or len(values) <= _PLAIN_POINTS
-    return {} if is_plain else {degree: part for degree, part in SMOOTHINGS.items() if part}
-
-
-def smoothed(values: pd.Series, part: int) -> pd.Series:
-    """Return the moving average over 1/part of a line's values. It is centered, so it neither lags nor leads."""
-    return values.rolling(len(values) // part + 1, center=True, min_periods=1).mean()
 
 
 def extremes(values: pd.Series, most: int) -> pd.Index:
@@ -217,15 +199,16 @@ def extremes(values: pd.Series, most: int) -> pd.Index:
     return pd.Index(sorted({values.index[0], values.index[-1], *grouped.idxmin(), *grouped.idxmax()}))
 
 
-def _compared(points: Mapping[str, pd.DataFrame], look: Look) -> tuple[str, pd.DataFrame] | None:
-    """Return the name and the points of the line that shows a run in a comparison; None if the run has no points."""
-    preferred = [name for name in ("validation", "test") if look.prefers_validation and name in points]
-    return next(((name, points[name]) for name in (*preferred, *points)), None)
+def _compared(points: Mapping[str, pd.DataFrame], column: str) -> tuple[str, pd.DataFrame]:
+    """Return the name and the points of the line that shows a run in a comparison: the validation, but for the loss."""
+    preferred = [name for name in ("validation", "test") if column != "loss" and name in points]
+    name = [*preferred, *points][0]
+    return name, points[name]
 
 
-def axes_of(charts: Sequence[Chart], clock: Clock) -> list[Axis]:
+def axes_of(charts: Sequence[Chart], unit: float) -> list[Axis]:
     """Return the x axes among step, time and epoch for which every point has a value."""
-    labels = {"step": "step", "time": f"{clock.unit} since the start", "epoch": "epoch"}
+    labels = {"step": "step", "time": f"{'hours' if unit == 3600 else 'minutes'} since the start", "epoch": "epoch"}
     tables = [series.points for chart in charts for series in chart.series]
     known = [name for name in labels if tables and all(table[name].notna().all() for table in tables)]
     largest = {name: max(1e-6, *(float(table[name].max()) for table in tables)) for name in known}

@@ -2,18 +2,15 @@
 
 from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from math import isfinite
-
-import pandas as pd
 
 UNKNOWN = "–"  # noqa: RUF001 - a dash, as in a printed table
 
 
 def known(value: object) -> bool:
-    """Return whether a value is known: not None, NA, NaN, infinite or empty."""
-    if value is None or value is pd.NA:
-        return False
-    return isfinite(value) if isinstance(value, float) else value != ""
+    """Return whether a value is known: not None, NaN, infinite or empty."""
+    return value is not None and (isfinite(value) if isinstance(value, float) else value != "")
 
 
 def number(value: object, form: str = "{:,.0f}") -> str:
@@ -21,24 +18,9 @@ def number(value: object, form: str = "{:,.0f}") -> str:
     return form.format(value) if known(value) else UNKNOWN
 
 
-def percent(value: object, digits: int = 2) -> str:
-    """Format a share as a percentage, such as 91.25%."""
-    return number(value, f"{{:.{digits}%}}")
-
-
-def significant(value: object) -> str:
-    """Format a number with six significant digits."""
-    return number(value, "{:.6g}")
-
-
-def text(value: object) -> str:
-    """Format a value as it is."""
-    return str(value) if known(value) else UNKNOWN
-
-
 def cause(value: object) -> str:
     """Format a cause with spaces, such as `time limit`."""
-    return text(value).replace("_", " ")
+    return number(value, "{}").replace("_", " ")
 
 
 def moment(seconds: object) -> str:
@@ -60,16 +42,15 @@ def duration(seconds: object) -> str:
     return " ".join(f"{count} {unit}" for count, unit in counts[largest : largest + 2] if count)
 
 
-def hours(value: object) -> str:
-    """Format GPU-hours: 0.04, 12.5, 1,300."""
-    return number(value, "{:,.0f}" if known(value) and value >= 100 else "{:.3g}")  # type: ignore[operator]  # a number
-
-
 def plural(count: int | None, noun: str) -> str:
     """Format a count, which may be unknown, with its noun: 1 step, 2 steps."""
     return f"{number(count)} {noun}{'s' * (count != 1)}"
 
 
 FILTERS: dict[str, Callable[..., str]] = {
-    one.__name__: one for one in (number, percent, significant, text, cause, moment, duration, hours, plural)
+    **{one.__name__: one for one in (number, cause, moment, duration, plural)},
+    "text": partial(number, form="{}"),
+    "percent": partial(number, form="{:.2%}"),
+    "significant": partial(number, form="{:.6g}"),
+    "loss": partial(number, form="{:.4f}"),
 }

@@ -1,8 +1,8 @@
 """Reads a run's data for the page and the CSV tables. Times are seconds since the epoch. Runs on the login node."""
 
+import csv
 import json
 import re
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -14,22 +14,24 @@ import pandas as pd
 from msgspec.structs import asdict
 
 from hpc.base.errors import UserError
-from hpc.base.files import numbered_json_lines
-from hpc.base.program import values_of
+from hpc.base.files import number_in, numbered_json_lines
+from hpc.base.flag_words import plain
 from hpc.base.text import csv_cell, csv_text
-from hpc.programs.kinds import EvaluationTask, program_of_run
-from hpc.run.events.downtime import PARTS, interruptions_of
+from hpc.programs.kinds import EvaluationTask
+from hpc.run.events.downtime import PARTS
 from hpc.run.events.history import History
 from hpc.run.events.timeline import Period, periods_of
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.status.summary import TERMINAL, Summary
+from hpc.submissions.settings import settings_of
 
-TRAIN = ("step", "epoch", "loss", "lr", "images_per_second", "world_size", "train_seconds", "attempt", "time")
-EVALUATIONS = (
-    *("step", "epoch", "split", "loss", "accuracy", "top5_accuracy", "correct", "total", "corrupt", "attempt", "time"),
-)
-OTHER_METRICS = ("step", "epoch", "attempt", "time")
+Rows = Sequence[dict[str, Any]]
+
+_METRICS = ("step", "epoch", "attempt", "time")
+"""The columns that each table of metrics has, even if no line has such a number."""
+_SPLIT = "split"
+"""The only text in metrics: the part of the data, in `eval.jsonl`."""
 ATTEMPTS = (
     "attempt", "job_id", "nodes", "started", "ended", "seconds", "cause", "first_step", "last_step", "detail",
 )  # fmt: skip
@@ -40,35 +42,29 @@ INTERRUPTIONS = (
     "detail",
 )
 CLASSES = ("class", "images", "correct", "accuracy", "most_often_confused_with", "confused_images")
-_FILES = {
-    "train.csv": "train", "eval.csv": "evaluations", "attempts.csv": "attempts",
-    "interruptions.csv": "interruptions", "classes.csv": "classes",
-}  # fmt: skip
-_TEXT = {"split", "job_id", "nodes", "cause", "detail", "node", "class", "most_often_confused_with"}
 # The number of rows to read or write at a time, which limits the memory.
 _PART_ROWS = 2000
 _BASE64 = re.compile(r"[A-Za-z0-9+/]+=*")
-
-Read = TypeVar("Read")
+_Read = TypeVar("_Read")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """The data of one run. Tables have the columns that this module lists, even if the files lack them."""
+    """The data of one run."""
 
     run: RunDir
     summary: Summary
     spec: RunSpec | None
-    train: pd.DataFrame
-    evaluations: pd.DataFrame
-    other_metrics: Mapping[str, pd.DataFrame]
-    """The tables of the other files in `metrics/`, by name."""
-    attempts: pd.DataFrame
-    interruptions: pd.DataFrame
-    classes: pd.DataFrame
-    confusion: pd.DataFrame | None
-    """Number of images by true class (rows) and predicted class (columns). None if the file is missing or damaged."""
-    samples: Sequence[dict[str, Any]]
+    settings: Mapping[str, Any]
+    """The run's flags by name, and the command line of a script."""
+    metrics: Mapping[str, pd.DataFrame]
+    """The tables of the files in `metrics/`, by name; `train` and `eval` are always there."""
+    attempts: Rows
+    interruptions: Rows
+    classes: Rows
+    """The classes of the test with the numbers of their images by predicted class; empty without a confusion matrix."""
+    mistakes: Rows
+    """The most confident errors among the test's images."""
     history: History
     task: EvaluationTask | None
     """The task of an evaluation; None for other runs."""
@@ -78,53 +74,46 @@ class RunRecord:
     """Sentences about missing or damaged files."""
 
     @property
-    def best_validation(self) -> float:
-        """The best validation accuracy; NaN before the first validation."""
-        return float(self.evaluations[self.evaluations["split"] == "val"]["accuracy"].max())
+    def best_validation(self) -> float | None:
+        """The best validation accuracy; None before the first validation."""
+        table = self.metrics["eval"]
+        return float(table[table[_SPLIT] == "val"]["accuracy"].max()) if "accuracy" in table else None
 
     @property
-    def images_per_second(self) -> float:
-        """The median throughput; NaN before the first logged step."""
-        return float(self.train["images_per_second"].median())
+    def images_per_second(self) -> float | None:
+        """The median throughput; None before the first logged step."""
+        table = self.metrics["train"]
+        return float(table["images_per_second"].median()) if "images_per_second" in table else None
 
     @property
-    def last_logged(self) -> dict[str, Any]:
-        """The last line of the training's metrics, without unknown values; an empty dict before the first line."""
-        return {} if self.train.empty else dict(self.train.iloc[-1].dropna())
+    def seconds_lost(self) -> float | None:
+        """The time that the interruptions cost, as far as it is known; None if it is not known of any."""
+        costs = [one["total_seconds"] for one in self.interruptions if one["total_seconds"] is not None]
+        return sum(costs) if costs else None
 
     @property
     def has_ended(self) -> bool:
         """Whether the run has ended for good."""
         return self.summary.state in TERMINAL
 
-    def ended(self, now: float) -> float:
-        """Return the time at which the run ended, or `now` if the run goes on."""
-        ended = None if self.attempts.empty else self.attempts["ended"].iloc[-1]
-        if ended is not None and not pd.isna(ended) and self.has_ended:
-            return float(ended)
-        return self.history.events[-1].time if self.has_ended and self.history.events else now
-
     @property
-    def began(self) -> float | None:
-        """The time at which the first attempt started; None before the first attempt."""
-        return None if self.attempts.empty else float(self.attempts["started"].iloc[0])
+    def began(self) -> float:
+        """The time at which the first attempt started; NaN before the first attempt."""
+        return float(self.attempts[0]["started"]) if self.attempts else np.nan
 
     @property
     def steps_per_epoch(self) -> float | None:
-        """The number of steps in an epoch; None for a user's script, and before the training has started."""
-        total = self.summary.total_steps
-        epochs = values_of(program_of_run(self.spec)).get("epochs") if self.spec else None
+        """The number of steps in an epoch; None for a program without a flag `epochs`, and before the first step."""
+        total, epochs = self.summary.total_steps, self.settings.get("epochs")
         return total / epochs if total and epochs else None
 
-    def is_fork_of(self, other: "RunRecord") -> bool:
-        """Return whether the run is a fork of `other`. A fork has copies of the metrics of `other`, as attempt 0."""
-        begin = self.spec.forked_from if self.spec else None
-        return begin is not None and Path(begin).is_relative_to(other.run.checkpoints)
-
     def periods(self, now: float) -> list[Period]:
-        """Return the periods of the run until its end or `now`."""
+        """Return the periods of the run until its end or `now`; none before the first attempt."""
+        if not self.attempts:
+            return []
         own_script = self.spec is not None and not self.spec.program.reports_steps
-        return periods_of(self.history, interruptions_of(self.history), self.ended(now), own_script=own_script)
+        ended = (self.attempts[-1]["ended"] or self.history.events[-1].time) if self.has_ended else now
+        return periods_of(self.history, self.summary.interruptions, ended, own_script=own_script)
 
 
 def gather(run: RunDir, summary: Summary) -> RunRecord:
@@ -132,56 +121,41 @@ def gather(run: RunDir, summary: Summary) -> RunRecord:
     notes = list[str]()
     # The note about a damaged spec is dropped, because the summary reports the damage, too.
     spec = _try([], run.spec, lambda path: RunSpec.load(RunDir(path.parent)))
-    train = _lines(notes, run.train_metrics, TRAIN)
-    evaluations = _lines(notes, run.eval_metrics, EVALUATIONS)
+    files = {path.stem: path for path in (run.train_metrics, run.eval_metrics)}
+    files |= {path.stem: path for path in sorted(run.train_metrics.parent.glob("*.jsonl"))}
+    metrics = {name: _metrics(notes, path) for name, path in files.items()}
+    classes = _try(notes, run.confusion, read_classes) or []
     notes += summary.damaged
-    confusion = _try(notes, run.confusion, read_confusion)
-    samples = _try(notes, run.samples, read_samples) or []
-    history = History.load(run)
-    revision = _try(notes, run.revision, lambda path: path.read_text().strip())
-    other = {
-        path.stem: _lines(notes, path, OTHER_METRICS)
-        for path in sorted(run.train_metrics.parent.glob("*.jsonl"))
-        if path not in {run.train_metrics, run.eval_metrics}
-    }
-    task = _try(notes, run.model, EvaluationTask.load)
-    script, evaluates = spec is not None and bool(spec.script), task is not None
-    has_metrics, has_test = not train.empty, confusion is not None
-    notes += missing(
-        summary, script=script, evaluates=evaluates, has_metrics=has_metrics, has_test=has_test, samples=len(samples)
-    )
-    attempts = [
-        {
-            **asdict(attempt),
-            "nodes": " ".join(dict.fromkeys(attempt.members)),
-            "seconds": None if attempt.ended is None else attempt.ended - attempt.started,
-        }
-        for attempt in summary.attempts
-    ]
-    interruptions = [
-        {**vars(one), **{f"{part}_seconds": seconds for part, seconds in one.seconds.items()}, "number": number}
-        for number, one in enumerate(summary.interruptions, 1)
-    ]
-    return RunRecord(
+    record = RunRecord(
         run=run,
         summary=summary,
         spec=spec,
-        train=train,
-        evaluations=evaluations,
-        other_metrics=other,
-        attempts=_table(attempts, ATTEMPTS),
-        interruptions=_table(interruptions, INTERRUPTIONS),
-        classes=classes_table(confusion),
-        confusion=confusion,
-        samples=samples,
-        history=history,
-        task=task,
-        revision=revision,
+        settings=plain({"script": " ".join(spec.script), **settings_of(spec)}) if spec else {},
+        metrics=metrics,
+        attempts=[
+            {
+                **asdict(attempt),
+                "nodes": " ".join(dict.fromkeys(attempt.members)),
+                "seconds": None if attempt.ended is None else attempt.ended - attempt.started,
+            }
+            for attempt in summary.attempts
+        ],
+        interruptions=[
+            {**vars(one), **{f"{part}_seconds": seconds for part, seconds in one.seconds.items()}, "number": number}
+            for number, one in enumerate(summary.interruptions, 1)
+        ],
+        classes=classes,
+        mistakes=_try(notes, run.samples, read_mistakes) or [],
+        history=History.load(run),
+        task=_try(notes, run.model, EvaluationTask.load),
+        revision=_try(notes, run.revision, lambda path: path.read_text().strip()),
         notes=notes,
     )
+    notes += _missing(record)
+    return record
 
 
-def _try(notes: list[str], path: Path, read: Callable[[Path], Read]) -> Read | None:
+def _try(notes: list[str], path: Path, read: Callable[[Path], _Read]) -> _Read | None:
     """Return what `read` returns for a file. If the file is missing, return None; if it is damaged, also add a note."""
     if not path.exists():
         return None
@@ -192,128 +166,75 @@ def _try(notes: list[str], path: Path, read: Callable[[Path], Read]) -> Read | N
         return None
 
 
-def _lines(notes: list[str], path: Path, columns: Sequence[str]) -> pd.DataFrame:
-    """Read `columns` and all columns of numbers from a file of metrics. Keep only the newest row of each step."""
-    found = _read_lines(notes, path, columns)
-    steps = found["step"]
-    finite = np.isfinite(steps)
-    # A script that restarts from a checkpoint writes steps again: drop what it wrote about them before.
-    kept = finite & (steps <= np.minimum.accumulate(np.where(finite, steps, np.inf)[::-1])[::-1])
-    if (np.diff(steps[kept]) == 0).any():
-        keys = pd.DataFrame({name: found[name] for name in ("step", "split") if name in found})
-        kept[kept] = ~keys[kept].duplicated(keep="last").to_numpy()
-    # Columns are filtered one by one: filtering the whole table at once would take twice the memory.
-    return pd.DataFrame({name: found.pop(name)[kept] for name in list(found)}, copy=False)
-
-
-def _read_lines(notes: list[str], path: Path, columns: Sequence[str]) -> dict[str, Any]:
-    """Return the columns of a file of metrics.
-
-    A long run has millions of lines, so only some of them are Python objects at a time.
-    """
-    texts = {name: list[Any]() for name in columns if name in _TEXT}
-    numbers = {name: array("d") for name in columns if name not in _TEXT}
-    count, records = 0, _records(notes, path)
-    while lines := list(islice(records, _PART_ROWS)):
-        for name in (name for line in lines for name, value in line.items() if type(value) in {int, float}):
-            if name not in texts and name not in numbers:
-                numbers[name] = array("d", [np.nan]) * count
-        for name, column in numbers.items():
-            values = pd.to_numeric(pd.Series([line.get(name) for line in lines]), errors="coerce")
-            column.frombytes(values.to_numpy("float64").tobytes())
-        for name, cells in texts.items():
-            cells += [line.get(name) for line in lines]
-        count += len(lines)
-    return {
-        name: pd.array(texts[name], dtype="string") if name in texts else np.frombuffer(numbers[name])
-        for name in dict.fromkeys([*columns, *numbers])
-    }
-
-
-def _records(notes: list[str], path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the undamaged records of a file. At the end, add a note with the number of damaged lines."""
-    total = damaged = 0
-    for _, record in numbered_json_lines(path):
-        total += 1
-        if record is None:
-            damaged += 1
-        else:
-            yield record
+def _metrics(notes: list[str], path: Path) -> pd.DataFrame:
+    """Read the numbers in a file of metrics. Keep only the newest row of each step and split."""
+    columns = [*_METRICS, *([_SPLIT] if path.stem == "eval" else [])]
+    parts, total, damaged = list[pd.DataFrame](), 0, 0
+    lines = (record for _, record in numbered_json_lines(path))
+    # A long run has millions of lines, so only some of them are Python objects at a time.
+    while some := list(islice(lines, _PART_ROWS)):
+        rows = [_numbers(record) for record in some if record is not None]
+        total, damaged = total + len(some), damaged + len(some) - len(rows)
+        parts.append(pd.DataFrame(rows))
     if damaged:
         notes.append(f"{path.parent.name}/{path.name}: {damaged} of {total} lines are damaged and left out.")
+    table = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
+    parts.clear()
+    for name in columns:
+        if name not in table:
+            table[name] = None if name == _SPLIT else np.nan
+    # A script that restarts from a checkpoint writes steps again: drop what it wrote about them before.
+    keys = [name for name in ("step", _SPLIT) if name in columns]
+    newest = ~table.duplicated(keys, keep="last") & (table["step"] <= table["step"][::-1].cummin()[::-1])
+    return table[newest].reset_index(drop=True)
 
 
-def _table(rows: Sequence[dict[str, Any]] | pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
-    """Return a table of exactly these columns; all columns except those in `_TEXT` are numbers."""
-    table = pd.DataFrame(rows).reindex(columns=list(columns))
-    for column in columns:
-        values = table[column]
-        table[column] = values.astype("string") if column in _TEXT else pd.to_numeric(values, errors="coerce")
-    return table
+def _numbers(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers in a line of metrics, and its split."""
+    row: dict[str, Any] = {name: value for name in record if (value := number_in(record, name)) is not None}
+    return row | ({_SPLIT: record[_SPLIT]} if isinstance(record.get(_SPLIT), str) else {})
 
 
-def missing(
-    summary: Summary, *, script: bool, evaluates: bool, has_metrics: bool, has_test: bool, samples: int
-) -> list[str]:
+def _missing(record: RunRecord) -> list[str]:
     """Return sentences about what a page cannot show, and why."""
-    complete = summary.state == "completed"
-    over = summary.state in TERMINAL
-    notes = (
-        (not summary.attempts, "No attempt has started."),
-        (
-            not has_metrics and script,
-            "For curves, log metrics to $TORCHRELAY_RUN_DIR/metrics/train.jsonl (docs/reference/metrics.md).",
-        ),
-        (not has_metrics and not script and not evaluates, "No metrics: the first are logged after --log-every steps."),
-        (evaluates and not complete, "No result: the evaluation has not ended."),
-        (not script and not evaluates and not over, "No test result yet: the test runs at the end of the training."),
-        (not script and not evaluates and over and not complete, "No test result: the training did not finish."),
-        (
-            not script and complete and not has_test,
-            "No confusion matrix: no test split, more than 2,000 classes, or final/confusion.csv is lost.",
-        ),
-        (has_test and not samples, "No sample predictions in final/."),
-    )
-    return [sentence for applies, sentence in notes if applies]
+    notes = [] if record.attempts else ["No attempt has started."]
+    if record.spec and record.spec.script and record.metrics["train"].empty:
+        notes.append("For curves, log metrics to $TORCHRELAY_RUN_DIR/metrics/train.jsonl (docs/reference/metrics.md).")
+    if record.spec and record.spec.program.writes_result and record.summary.state != "completed":
+        why = "the run did not finish" if record.has_ended else "it is written at the end of the run"
+        notes.append(f"No result: {why}.")
+    return notes
 
 
-def read_confusion(path: Path) -> pd.DataFrame:
-    """Return the confusion matrix. Raises ValueError if it is damaged."""
-    # All cells are read as text, because the name of a class may be NA or a number.
-    cells = pd.read_csv(path, header=None, dtype=str, keep_default_na=False)
-    names = [csv_text(cell) for cell in cells.iloc[1:, 0]]
-    if names != [csv_text(cell) for cell in cells.iloc[0, 1:]] or not names:
+def read_classes(path: Path) -> list[dict[str, Any]]:
+    """Return a row for each class of a confusion matrix, with its `counts`. Raises ValueError if it is damaged."""
+    with path.open(encoding="utf-8", newline="") as file:
+        (_, *header), *lines = csv.reader(file)
+    names = [csv_text(cell) for cell in header]
+    if not names or [csv_text(line[0]) for line in lines] != names:
         raise ValueError("its rows and columns differ")
-    return pd.DataFrame(cells.iloc[1:, 1:].to_numpy().astype("int64"), index=names, columns=names)
+    found = list[dict[str, Any]]()
+    for own, (name, line) in enumerate(zip(names, lines, strict=True)):
+        counts = [int(cell) for cell in line[1:]]
+        wrong = [0 if other == own else count for other, count in zip(range(len(names)), counts, strict=True)]
+        most = max(wrong)
+        found.append({
+            "class": name, "images": sum(counts), "correct": counts[own], "counts": counts,
+            "accuracy": counts[own] / sum(counts) if any(counts) else None,
+            "most_often_confused_with": names[wrong.index(most)] if most else None, "confused_images": most,
+        })  # fmt: skip
+    return found
 
 
-def classes_table(confusion: pd.DataFrame | None) -> pd.DataFrame:
-    """Return a table of the classes: images, correct predictions, accuracy, and the most frequent wrong prediction."""
-    if confusion is None:
-        return _table([], CLASSES)
-    counts = confusion.to_numpy()
-    images, correct = pd.Series(counts.sum(axis=1)), pd.Series(counts.diagonal())
-    wrong = counts - np.diag(correct)
-    confused = wrong.max(axis=1)
-    columns = {
-        "class": confusion.index,
-        "images": images,
-        "correct": correct,
-        "accuracy": correct / images,
-        "most_often_confused_with": confusion.columns[wrong.argmax(axis=1)].where(confused > 0),
-        "confused_images": confused,
-    }
-    return _table(pd.DataFrame(columns), CLASSES)
-
-
-def read_samples(path: Path) -> list[dict[str, Any]]:
-    """Return the sample predictions. Raises ValueError if they are damaged, KeyError if another version wrote them."""
+def read_mistakes(path: Path) -> list[dict[str, Any]]:
+    """Return the most confident errors. Raises KeyError, TypeError or ValueError if the file is damaged."""
     found: list[dict[str, Any]] = [
         {
-            **{key: str(sample[key]) for key in ("kind", "name", "true", "predicted", "png")},
+            **{key: str(sample[key]) for key in ("name", "true", "predicted", "png")},
             "probability": float(sample["probability"]),
         }
         for sample in json.loads(path.read_bytes())
+        if sample["kind"] == "mistake"
     ]
     if not all(_BASE64.fullmatch(sample["png"]) for sample in found):
         raise ValueError("an image is damaged")
@@ -325,24 +246,27 @@ def csv_tables(records: Sequence[RunRecord]) -> dict[str, Iterator[str]]:
 
     The first column is the run's name. A table exists even without rows.
     """
-    found = {file: _csv(records, [getattr(one, attribute) for one in records]) for file, attribute in _FILES.items()}
-    for name in sorted({name for record in records for name in record.other_metrics}):
-        tables = [record.other_metrics.get(name, _table([], OTHER_METRICS)) for record in records]
-        found[f"metrics-{name}.csv"] = _csv(records, tables)
-    return found
+    names = dict.fromkeys(name for record in records for name in record.metrics)
+    tables = {
+        f"{name}.csv" if name in {"train", "eval"} else f"metrics-{name}.csv": [
+            record.metrics.get(name, pd.DataFrame()) for record in records
+        ]
+        for name in names
+    }
+    for name, columns in (("attempts", ATTEMPTS), ("interruptions", INTERRUPTIONS), ("classes", CLASSES)):
+        tables[f"{name}.csv"] = [pd.DataFrame(getattr(record, name), columns=list(columns)) for record in records]
+    return {file: _csv(labels_of(records), of_runs) for file, of_runs in tables.items()}
 
 
-def _csv(records: Sequence[RunRecord], tables: Sequence[pd.DataFrame]) -> Iterator[str]:
-    columns = list(dict.fromkeys(["run", *(column for table in tables for column in table.columns)]))
+def _csv(labels: Sequence[str], tables: Sequence[pd.DataFrame]) -> Iterator[str]:
+    columns = list(dict.fromkeys(["run", *(column for table in tables for column in table)]))
     yield pd.DataFrame(columns=[csv_cell(column) for column in columns]).to_csv(index=False)
-    for label, table in zip(labels_of(records), tables, strict=True):
-        # Steps stay whole numbers even if one is unknown.
-        types = {name: column.convert_dtypes().dtype for name, column in table.items()}
+    for label, table in zip(labels, tables, strict=True):
         for first in range(0, len(table), _PART_ROWS):
-            part = table.iloc[first : first + _PART_ROWS].astype(types).assign(run=label).reindex(columns=columns)
-            for name, column in part.items():
-                if not pd.api.types.is_numeric_dtype(column):
-                    part[name] = column.map(csv_cell)
+            # Steps stay whole numbers even if one is unknown.
+            part = table.iloc[first : first + _PART_ROWS].convert_dtypes().assign(run=label).reindex(columns=columns)
+            for name in part.select_dtypes(exclude="number"):
+                part[name] = part[name].map(csv_cell)
             yield part.to_csv(index=False, header=False)
 
 

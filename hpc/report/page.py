@@ -3,268 +3,170 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import pandas as pd
-
+from hpc.base.text import few
 from hpc.programs.kinds import program_of_run
 from hpc.report import formats
 from hpc.report.bokeh_figures import plots_of
-from hpc.report.colors import line_style
-from hpc.report.command import flat_settings, settings_with_defaults, shell_text, submit_command
-from hpc.report.formats import known
+from hpc.report.charts import line_style
+from hpc.report.command import shell_text, submit_command
 from hpc.report.gather import RunRecord, labels_of
-from hpc.report.origin import cost, how_to_get_the_code, provenance
 from hpc.report.rendering import render
-from hpc.run.events.downtime import PARTS
-from hpc.run.spec import RunSpec
-from hpc.status.cells import is_on_cpu
+from hpc.run.events.kinds import Preflight, Software
+from hpc.status import cells
+from hpc.status.details import largest_parts
 
 # Nobody reads a confusion matrix of more classes: a thousand classes would make a million cells.
 _MAX_CLASSES, _MAX_LISTED = 30, 20
-# More setting columns would not fit next to the results.
-_MOST_SETTING_COLUMNS = 6
-_RECOVERY = {
-    "notice": "until the failure was noticed and all processes had ended",
-    "release": "until the requeue or the new job",
-    "start": "in the queue, until the job started",
-    "stage": "staging the data",
-    "rendezvous": "until all ranks were connected",
-    "restore": "reading the checkpoint",
-    "first_step": "until the first step was done",
-}
+_COMMIT_DIGITS = 12
+# The settings that the line below the title names, if the run has them.
 RELOAD_SECONDS = 30
 # Color and meaning of the marks in the figures.
 _MARKS = (
     ("failure", "a failure, with the steps or the time that it cost"),
     ("outside", "a preemption or time limit"),
-    ("queue", "in the queue"),
 )
 # Color of each kind of period (hpc.run.events.timeline).
 _PERIODS = {"queue": "queue", "startup": "s1", "training": "s3", "recovery": "failure"}
-_RECOVERY_COLORS = {part: f"s{number}" for number, part in enumerate(PARTS, 1)} | {"start": "queue"}
 
 
 def run_page(record: RunRecord, tables: Sequence[str], now: float) -> str:
     """Return the HTML of a run's page. `tables` names the CSV files; `now` is in seconds since the epoch."""
-    spec = record.spec
+    spec, classes, evaluation = record.spec, record.classes, _evaluation(record)
+    has_few = len(classes) <= _MAX_CLASSES
+    worst = sorted(classes, key=lambda row: 1.0 if row["accuracy"] is None else row["accuracy"])
     return render(
         "run.html",
         record=record,
         tables=tables,
-        now=now,
-        seconds=None if record.began is None else record.ended(now) - record.began,
-        headline=_headline(record, spec, on_cpu=is_on_cpu(record.summary)) if spec else (),
-        causes=[f"{cost.count} {formats.cause(name)}" for name, cost in record.summary.recovery.items()],
+        headline=_headline(record),
+        causes=cells.interruptions(record.summary).replace("_", " "),
         reload_seconds=None if record.has_ended else RELOAD_SECONDS,
-        provenance=provenance(record),
-        cost=cost(record, now),
+        facts=_facts(record),
         # An evaluation would have curves of a single point.
-        plots=plots_of([] if record.task else [record], now),
-        evaluation=_evaluation(record),
-        several_attempts=len(record.attempts) > 1,
+        plots=plots_of([] if evaluation else [record]),
+        evaluation=evaluation,
         mark_legend=_MARKS,
         **_timeline(record, now),
-        lost_by_cause=_lost_time(_by_cause(record.interruptions)),
-        recovery_legend=_recovery_legend,
-        interruptions=_interruption_rows(record),
-        attempts=record.attempts.to_dict("records"),
+        interruptions=[_interruption_row(row) for row in record.interruptions],
+        classes=classes if has_few else worst[:_MAX_LISTED],
+        has_matrix=has_few,
         command=shell_text(submit_command(spec, record.task)) if spec else "",
-        origin=how_to_get_the_code(record),
-        settings=[pair for pair in flat_settings(spec).items() if pair[1]] if spec else (),
-        **_test(record),
+        started_in=spec.start_directory(record.run) if spec else None,
     )
 
 
-def comparison_page(
-    records: Sequence[RunRecord], links: Sequence[str | None], tables: Sequence[str], now: float
-) -> str:
+def comparison_page(records: Sequence[RunRecord], links: Sequence[str | None], tables: Sequence[str]) -> str:
     """Return the HTML of the page that compares runs. `links` has the path of each run's own page; None without one."""
-    labelled = list(zip(labels_of(records), records, strict=True))
-    differing = _differing_settings({label: record.spec for label, record in labelled if record.spec})
-    few = len(differing) <= _MOST_SETTING_COLUMNS
+    labels = labels_of(records)
+    differing = _differing_settings(records)
     return render(
         "comparison.html",
         tables=tables,
-        now=now,
         reload_seconds=None if all(record.has_ended for record in records) else RELOAD_SECONDS,
-        runs=_runs(labelled, links, now, differing),
-        # Many settings become rows of a separate table.
-        setting_columns=[(name, f"setting {name}", "wrapped") for name in differing if few],
-        run_columns=[(label, label, "wrapped") for label, _ in labelled],
-        settings=[]
-        if few
-        else [
-            {**{label: of.get(label, "") for label, _ in labelled}, "setting": name} for name, of in differing.items()
+        runs=_runs(labels, records, links, differing),
+        setting_columns=[(name, f"setting {name}", "wrapped") for name in differing],
+        plots=plots_of(records),
+        remarks=[
+            f"{label}: {note}"
+            for label, record in zip(labels, records, strict=True)
+            for note in (*record.notes, *record.summary.warnings)
         ],
-        plots=plots_of(records, now),
-        lost_by_run=_lost_time({label: record.interruptions for label, record in labelled}),
-        lost_by_cause=_lost_time(_by_cause(pd.concat([record.interruptions for record in records]))),
-        recovery_legend=_recovery_legend,
-        **_compared_classes(labelled),
-        remarks=[f"{label}: {note}" for label, one in labelled for note in (*one.notes, *one.summary.warnings)],
     )
 
 
-def _headline(record: RunRecord, spec: RunSpec, *, on_cpu: bool) -> list[str]:
+def _headline(record: RunRecord) -> list[str]:
     """Return the parts of the line below the title: what ran, its main settings, and its nodes and GPUs."""
-    nodes, resources = spec.resources.nodes, spec.resources
+    if record.spec is None:
+        return []
+    resources, task = record.spec.resources, record.task
+    words = [task.title, f"on {record.spec.data}"] if task else program_of_run(record.spec).describe()
     gpus = formats.plural(resources.num_gpus, f"{resources.gpu_type or ''} GPU".strip())
-    gpus = f"{formats.plural(resources.num_gpus, 'rank')} on CPUs" if on_cpu else gpus
-    where = f"{nodes} node{'s' * (nodes != '1')}" + (f" × {gpus}" if resources.num_gpus else " without GPUs")  # noqa: RUF001 - times
-    what = [record.task.title, f"on {spec.data}"] if record.task else program_of_run(spec).describe()
-    return [*what, where]
+    gpus = f"{formats.plural(resources.num_gpus, 'rank')} on CPUs" if cells.is_on_cpu(record.summary) else gpus
+    nodes = f"{resources.nodes} node{'s' * (resources.nodes != '1')}"
+    return [*words, nodes + (f" × {gpus}" if resources.num_gpus else " without GPUs")]  # noqa: RUF001 - times
+
+
+def _facts(record: RunRecord) -> list[tuple[str, str]]:
+    """Return the code, software, hardware, jobs and cost of a run, as names and values, without the unknown ones."""
+    summary = record.summary
+    newest, checked = record.history.last(Software) or Software(), record.history.of(Preflight)
+    commit, plus, changed = (record.revision or "").partition("+")
+    jobs = [attempt.job_id for attempt in summary.attempts] or [summary.job_id or ""]
+    facts = {
+        "Code": commit[:_COMMIT_DIGITS] + plus + changed or "in no git repository",
+        "torch": newest.torch,
+        "CUDA": newest.cuda,
+        "Driver": newest.driver,
+        "Device": " and ".join(dict.fromkeys(event.device or "" for event in checked)),
+        "Jobs": few(list(dict.fromkeys(jobs))),
+        "Nodes": few(sorted({node for attempt in summary.attempts for node in attempt.nodes})),
+        "Wait in the queue": summary.queue_seconds and formats.duration(summary.queue_seconds),
+    }
+    if hours := summary.gpu_hours:
+        unit = "Rank-hours" if cells.is_on_cpu(summary) else "GPU-hours"
+        parts = [f"{name} {value:.3g}" for name, value in hours.items() if name != "allocated" and value]
+        facts[unit] = f"{hours['allocated']:.3g}: {', '.join(parts)}"
+    return [(name, str(value)) for name, value in facts.items() if value]
 
 
 def _evaluation(record: RunRecord) -> dict[str, Any] | None:
-    """Return the result of an evaluation; None if the run is a training, or has no result yet."""
-    if record.task is None or record.evaluations.empty:
-        return None
-    return dict(record.evaluations.iloc[-1])
+    """Return the numbers of a run whose result comes from an evaluation without training; None for other runs."""
+    table, makes_result = record.metrics["eval"], record.spec is not None and record.spec.program.writes_result
+    return table.iloc[-1].to_dict() if makes_result and len(table) and record.metrics["train"].empty else None
 
 
-def _test_about(record: RunRecord, images: int, classes: int) -> str:
-    """Return a sentence that names the tested model and images."""
-    counts = f"{formats.number(images)} images"
-    of_classes = f"of {formats.number(classes)} classes"
-    if record.task is None:
-        return f"The final model on all {counts} of the test set, {of_classes}."
-    split = "" if record.evaluations.empty else record.evaluations["split"].iloc[-1]
-    part = {"test": "the test set", "val": "the validation set"}.get(split, "the data")
-    return f"{record.task.title}, on all {counts} of {part}, {of_classes}."
-
-
-def _interruption_rows(record: RunRecord) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = record.interruptions.to_dict("records")
-    for row in rows:
-        rank = [f"rank {row['rank']:.0f}"] if known(row["rank"]) else []
-        node = [row["node"]] if known(row["node"]) else []
-        row["at"] = row["failed_at"] if known(row["failed_at"]) else row["recorded_at"]
-        at_most = row["steps_lost_at_most"]
-        row["steps"] = (
-            f"\N{LESS-THAN OR EQUAL TO} {at_most:.0f}" if known(at_most) else formats.number(row["steps_lost"])
-        )
-        row["where"] = ", ".join([*rank, *node])
-    return rows
+def _interruption_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    rank = [f"rank {row['rank']}"] if row["rank"] is not None else []
+    at_most = row["steps_lost_at_most"]
+    return {
+        **row,
+        "at": row["failed_at"] or row["recorded_at"],
+        "steps": formats.number(row["steps_lost"]) if at_most is None else f"\N{LESS-THAN OR EQUAL TO} {at_most}",
+        "where": ", ".join([*rank, *([row["node"]] if row["node"] else [])]),
+        "parts": largest_parts(row["seconds"]).replace("_", " "),
+    }
 
 
 def _timeline(record: RunRecord, now: float) -> dict[str, Any]:
     """Return a run's periods in their order, and the sum of each kind, both as name, seconds and color."""
     parts, spent = list[tuple[str, float, str]](), dict.fromkeys(_PERIODS, 0.0)
-    for period in record.periods(now) if record.summary.attempts else ():
+    for period in record.periods(now):
         spent[period.kind] += period.seconds
-        attempt = sum(one.started < period.ended for one in record.summary.attempts)
+        attempt = sum(one["started"] < period.ended for one in record.attempts)
         name = f"attempt {attempt}" if period.kind == "training" else period.kind
         after = f" after interruption #{period.interruption}" if period.interruption else ""
         parts.append((name + after, period.seconds, _PERIODS[period.kind]))
     return {"timeline": parts, "time_spent": [(kind, spent[kind], color) for kind, color in _PERIODS.items()]}
 
 
-def _by_cause(interruptions: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    return {formats.cause(name): rows for name, rows in interruptions.groupby("cause", sort=False)}
-
-
-def _lost_time(groups: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
-    """Return the time and the steps that each group of interruptions cost, with the time of each part of a recovery."""
-    return [
-        {
-            "name": name,
-            "count": len(rows),
-            "seconds": float(rows["total_seconds"].sum()),
-            "unknown": int(rows["total_seconds"].isna().sum()),
-            "steps": int(rows["steps_lost"].sum()) if rows["steps_lost"].notna().any() else None,
-            "parts": [(part, float(rows[f"{part}_seconds"].sum()), _RECOVERY_COLORS[part]) for part in PARTS],
-            "measured": sum(float(rows[f"{part}_seconds"].sum()) for part in PARTS),
-        }
-        for name, rows in groups.items()
-        if len(rows)
-    ]
-
-
-def _recovery_legend(groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
-    """Return the color, name and meaning of each part of a recovery that took time."""
-    used = {part for group in groups for part, seconds, _ in group["parts"] if seconds > 0}
-    return [(_RECOVERY_COLORS[part], part.replace("_", " "), _RECOVERY[part]) for part in PARTS if part in used]
-
-
-def _test(record: RunRecord) -> dict[str, Any]:
-    """Return the classes, worst first, and the confusion matrix or, for many classes, the most confused pairs."""
-    classes, confusion = record.classes, record.confusion
-    few = len(classes) <= _MAX_CLASSES
-    rows = classes.sort_values("accuracy").head(len(classes) if few else _MAX_LISTED).to_dict("records")
-    for row in rows:
-        images = row["confused_images"]
-        row["confused"] = f"{row['most_often_confused_with']} ({formats.number(images)})" if images else None
-    shown = confusion if few and confusion is not None else pd.DataFrame()
-    pairs = None
-    if not few and confusion is not None:
-        pairs = [
-            {"true": true, "predicted": predicted, "images": int(images)}
-            for true, counts in confusion.iterrows()
-            for predicted, images in counts.items()
-            if true != predicted and images
-        ]
-        pairs = sorted(pairs, key=lambda pair: -pair["images"])[:_MAX_LISTED]
-    return {
-        "classes": rows,
-        "class_count": len(classes),
-        "test_about": _test_about(record, classes["images"].sum(), len(classes)),
-        "matrix": {"names": list(shown.index), "counts": shown.to_numpy().tolist()},
-        "pairs": pairs,
-    }
-
-
 def _runs(
-    labelled: Sequence[tuple[str, RunRecord]],
+    labels: Sequence[str],
+    records: Sequence[RunRecord],
     links: Sequence[str | None],
-    now: float,
-    differing: Mapping[str, Mapping[str, str]],
+    differing: Mapping[str, Sequence[str]],
 ) -> list[dict[str, Any]]:
-    compared: dict[str, list[float | None]] = {
-        "test_accuracy": [record.summary.test_accuracy for _, record in labelled],
-        "best_validation": [record.best_validation for _, record in labelled],
-    }
-    best = {
-        name: max((value for value in values if value is not None and known(value)), default=None)
-        for name, values in compared.items()
-    }
     return [
         {
             **record.summary.document(),
             "run": label,
             "link": link,
             **dict(zip(("color", "dashes"), line_style(number), strict=True)),
-            "best": best,
             "best_validation": record.best_validation,
             "images_per_second": record.images_per_second,
             "interruptions": len(record.interruptions),
-            "seconds": None if record.began is None else record.ended(now) - record.began,
-            **{f"setting {name}": values.get(label, "") for name, values in differing.items()},
+            "seconds_lost": record.seconds_lost,
+            **{f"setting {name}": values[number] for name, values in differing.items()},
         }
-        for number, ((label, record), link) in enumerate(zip(labelled, links, strict=True))
+        for number, (label, record, link) in enumerate(zip(labels, records, links, strict=True))
     ]
 
 
-def _compared_classes(labelled: Sequence[tuple[str, RunRecord]]) -> dict[str, Any]:
-    """Return the accuracy of each class in each tested run; no rows unless several runs share the same few classes."""
-    tested = [(label, record.classes) for label, record in labelled if len(record.classes)]
-    names = {tuple(classes["class"]) for _, classes in tested}
-    if len(names) != 1 or len(tested) < 2 or len(tested[0][1]) > _MAX_CLASSES:
-        return {"classes": [], "class_columns": []}
-    accuracies = zip(tested[0][1]["class"], *(classes["accuracy"] for _, classes in tested), strict=True)
-    return {
-        "classes": [
-            {"class": name, "best": dict.fromkeys(range(len(row)), max(row)), **dict(enumerate(row))}
-            for name, *row in accuracies
-        ],
-        "class_columns": [
-            ("class", "class", "text"),
-            *((label, number, "percent") for number, (label, _) in enumerate(tested)),
-        ],
-    }
-
-
-def _differing_settings(specs: Mapping[str, RunSpec]) -> dict[str, dict[str, str]]:
+def _differing_settings(records: Sequence[RunRecord]) -> dict[str, list[str]]:
     """Return the settings in which the runs differ, with the value in each run."""
-    flat = {label: settings_with_defaults(spec) for label, spec in specs.items()}
-    names = dict.fromkeys(name for settings in flat.values() for name in settings)
-    values = {name: {label: settings.get(name, "") for label, settings in flat.items()} for name in names}
-    return {name: of_runs for name, of_runs in values.items() if len(set(of_runs.values())) > 1}
+    names = dict.fromkeys(name for record in records for name in record.settings)
+    values = {name: [_setting(record.settings.get(name)) for record in records] for name in names}
+    return {name: of_runs for name, of_runs in values.items() if len(set(of_runs)) > 1}
+
+
+def _setting(value: Any) -> str:
+    return " ".join(map(str, value if isinstance(value, list) else [] if value in {None, ""} else [value])) or "default"

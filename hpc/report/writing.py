@@ -33,13 +33,13 @@ def page_path(runs: Sequence[RunDir], output: Path | None = None) -> Path:
 def write_report(runs: Sequence[RunDir], path: Path) -> tuple[list[str], bool]:
     """Write the tables and the page. Return the names of the tables, and whether all runs have ended."""
     records = [gather(run, summary) for run, summary in zip(runs, summaries(runs), strict=True)]
-    tables, now = csv_tables(records), time.time()
+    tables = csv_tables(records)
     if len(records) == 1:
-        page = run_page(records[0], list(tables), now)
+        page = run_page(records[0], list(tables), time.time())
     else:
         own_pages = [record.run.report for record in records]
         links = [os.path.relpath(page, path.parent) if page.exists() else None for page in own_pages]
-        page = comparison_page(records, links, list(tables), now)
+        page = comparison_page(records, links, list(tables))
     for name, text in tables.items():
         write_atomic(path.with_name(name), text)
     write_atomic(path, page)

@@ -15,7 +15,7 @@ from hpc.run.events.kinds import Submitted, Submitting
 from hpc.run.events.ledger import EventWriter
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
-from hpc.services.tracking.submission import at_trackers
+from hpc.services.tracking.opening import at_trackers
 from hpc.slurm import client as slurm
 from hpc.slurm import handover
 from hpc.slurm.executor import SlurmExecutor, start_local

@@ -15,7 +15,7 @@ from hpc.run.nodedir import check_stage_dir
 from hpc.run.rundir import RunDir, check_run_name
 from hpc.run.spec import Cluster, RunSpec
 from hpc.services.notification.recipients import with_known_names
-from hpc.services.tracking.submission import check_ready
+from hpc.services.tracking.opening import tracker_of
 from hpc.slurm import client as slurm
 from hpc.slurm import sinfo
 from hpc.slurm.predecessors import dependency
@@ -78,7 +78,7 @@ def plan(options: SubmitOptions) -> tuple[RunDir, RunSpec]:
     _check_predecessors(run, spec)
     checks.check_recovery(spec)
     for service in spec.tracker:
-        check_ready(service)
+        tracker_of(service).check()
     duration_seconds("--stage-keep", spec.stage_keep)
     if spec.stage_timeout_seconds < _MIN_STAGE_SECONDS:
         raise UserError(f"--stage-timeout is {spec.stage_timeout}: use {_MIN_STAGE_SECONDS}s or more")

@@ -3,7 +3,7 @@
 import functools
 import socket
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from hpc.base.flags import Flag
 from hpc.base.text import visible
@@ -33,24 +33,20 @@ class NotifyOptions(cli.Common):
 
 def notify(options: NotifyOptions) -> int:
     """List the recipients, or send them messages. Returns 1 if a message could not be sent."""
-    services = choose_recipients(options.names or (ALL,))
-    host = socket.gethostname()
-    problems = {
-        name: try_to_send(name, _TITLE, _BODY.format(host=host, name=name)) if options.names else None
-        for name in services
-    }
+    answers = list[dict[str, Any]]()
+    for name, service in choose_recipients(options.names or (ALL,)).items():
+        body = _BODY.format(host=socket.gethostname(), name=name)
+        problem = try_to_send(name, _TITLE, body) if options.names else None
+        sent = problem is None if options.names else None
+        answers.append({"name": name, "service": service, "sent": sent, "problem": problem})
     if options.json:
-        sent = {name: problems[name] is None if options.names else None for name in services}
-        cli.print_json([
-            {"name": name, "service": services[name], "sent": sent[name], "problem": problems[name]}
-            for name in services
-        ])  # fmt: skip
+        cli.print_json(answers)
     else:
         print(recipients_file())
-        for name, problem in problems.items():
-            outcome = f": {'sent' if problem is None else f'not sent: {problem}'}" if options.names else ""
-            print(visible(f"  {name} ({services[name]}){outcome}"))
-    return int(any(problem is not None for problem in problems.values()))
+        for answer in answers:
+            outcome = {None: "", True: ": sent", False: f": not sent: {answer['problem']}"}[answer["sent"]]
+            print(visible(f"  {answer['name']} ({answer['service']}){outcome}"))
+    return int(any(answer["problem"] is not None for answer in answers))
 
 
 main = functools.partial(cli.run, notify, NotifyOptions, "notify")

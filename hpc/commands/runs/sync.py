@@ -5,7 +5,6 @@ It is for nodes without internet, and for runs without --tracker. It sends only 
 
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, cast
@@ -18,10 +17,11 @@ from hpc.run.events.history import History, Outcome
 from hpc.run.events.kinds import Tracking
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec, Service
+from hpc.services.tracking.opening import tracker_of
 from hpc.services.tracking.sender import last_events, send_new
-from hpc.services.tracking.tracker import TITLES, open_tracker
+from hpc.services.tracking.tracker import TITLES
 from hpc.status.run_view import StatusCache
-from hpc.status.summary import TERMINAL, Summary
+from hpc.status.summary import TERMINAL
 
 _PAUSE_SECONDS = 15.0
 
@@ -47,56 +47,45 @@ def sync(options: SyncOptions) -> int:
     """Send the metrics of the runs. Returns 1 if the metrics of a run could not be sent."""
     if not options.run:
         raise UserError("no run is named: type hpc sync NAME, or several names; hpc status lists them")
-    runs = [cli.find_own_run(name, options.runs_dir) for name in options.run]
-    wanted = [(run, service) for run in runs for service in _services(run, options.tracker)]
-    cache = StatusCache()
-    answers = [_sync(run, service, cache, options) for run, service in wanted]
+    wanted = list[tuple[RunDir, Service]]()
+    for run in (cli.find_own_run(name, options.runs_dir) for name in options.run):
+        services = tuple(dict.fromkeys(options.tracker)) or RunSpec.load(run).tracker
+        if not services:
+            raise UserError(f"run {run.name} was submitted without --tracker: add --tracker wandb or --tracker mlflow")
+        wanted += [(run, service) for service in services]
+    answers = [_sync(run, service, options) for run, service in wanted]
     if options.json:
         cli.print_json(answers)
     return int(any(answer["problem"] is not None for answer in answers))
 
 
-def _services(run: RunDir, asked: Sequence[Service]) -> tuple[Service, ...]:
-    services = tuple(dict.fromkeys(asked)) or RunSpec.load(run).tracker
-    if not services:
-        raise UserError(f"run {run.name} was submitted without --tracker: add --tracker wandb or --tracker mlflow")
-    return services
-
-
-def _sync(run: RunDir, service: Service, cache: StatusCache, options: SyncOptions) -> dict[str, Any]:
+def _sync(run: RunDir, service: Service, options: SyncOptions) -> dict[str, Any]:
     """Send the metrics of a run to a tracker, and print the result. Raises UserError if the tracker cannot be used."""
-    answer: dict[str, Any] = {
-        "run": run.name, "run_dir": str(run.path), "tracker": service, "url": None, "points": 0, "problem": None,
-    }  # fmt: skip
+    cache, url, points, problem = StatusCache(), None, 0, None
     summary = cache.summary(run)
     own = last_events(History.load(run), summary.attempt).get(service)
-    if summary.state == "running" and isinstance(own, Tracking):
-        text = "its node sends its metrics"
-        answer["url"] = own.url
-    else:
-        try:
-            answer |= _send(run, service, cache, summary, watch=options.watch)
-            text = f"sent {answer['points']:,} points"
-        except UserError:
-            raise
-        except TorchrelayError as error:
-            answer["problem"] = text = str(error)
+    try:
+        if summary.state == "running" and isinstance(own, Tracking):
+            text, url = "its node sends its metrics", own.url
+        else:
+            tracker = tracker_of(service)(run, RunSpec.load(run))
+            points, url = send_new(run, tracker), tracker.url
+            while options.watch and summary.state not in TERMINAL:
+                time.sleep(_PAUSE_SECONDS)
+                summary = cache.summary(run)
+                points += send_new(run, tracker)
+            tracker.close(cast("Outcome", summary.state) if summary.state in TERMINAL else None)
+            text = f"sent {points:,} points"
+    except UserError:
+        raise
+    except TorchrelayError as error:
+        problem = text = str(error)
     if not options.json:
-        to = f" to {TITLES[service]}: {answer['url']}" if answer["problem"] is None else ""
-        print(visible(f"{run.name}: {text}{to}"), file=sys.stderr if answer["problem"] else sys.stdout, flush=True)
-    return answer
-
-
-def _send(run: RunDir, service: Service, cache: StatusCache, summary: Summary, *, watch: bool) -> dict[str, Any]:
-    tracker = open_tracker(service, run, RunSpec.load(run))
-    points = send_new(run, tracker)
-    while watch and summary.state not in TERMINAL:
-        time.sleep(_PAUSE_SECONDS)
-        summary = cache.summary(run)
-        points += send_new(run, tracker)
-    state = summary.state
-    tracker.close(cast("Outcome", state) if state in TERMINAL else None)
-    return {"url": tracker.url, "points": points}
+        to = f" to {TITLES[service]}: {url}" if problem is None else ""
+        print(visible(f"{run.name}: {text}{to}"), file=sys.stderr if problem else sys.stdout, flush=True)
+    return {
+        "run": run.name, "run_dir": str(run.path), "tracker": service, "url": url, "points": points, "problem": problem,
+    }  # fmt: skip
 
 
 main = partial(cli.run, sync, SyncOptions, "sync")

@@ -2,7 +2,6 @@
 "use strict";
 
 const read = id => JSON.parse(document.getElementById(id).textContent);
-const control = name => document.querySelector(`[data-control=${name}]`);
 
 function showAxis(figure, name, {limits: [start, end], label}) {
   for (const {glyph} of figure.renderers) {
@@ -16,32 +15,21 @@ function showAxis(figure, name, {limits: [start, end], label}) {
   figure.x_range.setv({start, end, reset_start: start, reset_end: end});
 }
 
-function showSmoothing(figure, degree) {
-  for (const {glyph, tags} of figure.renderers) {
-    if (tags.includes("trend")) glyph.y = {field: degree === "none" ? "value" : `value_${degree}`};
-  }
-}
-
 async function drawPlots() {
   const {document: model, elements, axes} = read("plots");
   await Bokeh.embed.embed_items({report: model}, [{docid: "report", roots: elements, root_ids: Object.keys(elements)}]);
   const figures = Bokeh.documents[0].roots();
   // A drag by a finger scrolls the page, not the figure.
   if (matchMedia("(pointer: coarse)").matches) for (const figure of figures) figure.toolbar.active_drag = null;
+  const select = document.querySelector("[data-control=axis]");
+  if (!select) return;
   const show = () => {
-    const chosen = Object.fromEntries(["axis", "smoothing"].map(name => [name, control(name)?.value]));
-    for (const figure of figures) {
-      if (chosen.axis) showAxis(figure, chosen.axis, axes[chosen.axis]);
-      showSmoothing(figure, chosen.smoothing);
-    }
+    for (const figure of figures) showAxis(figure, select.value, axes[select.value]);
     // A reload keeps the choice.
-    history.replaceState(chosen, "");
+    history.replaceState(select.value, "");
   };
-  for (const select of document.querySelectorAll("[data-control]")) {
-    const kept = history.state?.[select.dataset.control];
-    if ([...select.options].some(option => option.value === kept)) select.value = kept;
-    select.addEventListener("change", show);
-  }
+  if ([...select.options].some(option => option.value === history.state)) select.value = history.state;
+  select.addEventListener("change", show);
   show();
 }
 

@@ -7,6 +7,7 @@ without internet, the supervisor tries again, and creates the file with the next
 """
 
 import argparse
+import io
 import logging
 import re
 import socket
@@ -15,7 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -25,7 +25,7 @@ from hpc.run.events.kinds import NotificationFailed, NotificationSent, Notifying
 from hpc.run.events.ledger import EventWriter, record_once
 from hpc.run.rundir import RunDir
 from hpc.run.spec import Notification, RunSpec
-from hpc.services.notification.notices import Notice, failure_notice, notices_of
+from hpc.services.notification.notices import Notice, notices_of
 from hpc.services.notification.recipients import read_recipients, recipients_file, service
 
 # Apprise waits 4 s for a connection and 4 s for an answer, but has no such limit for a name server.
@@ -36,29 +36,21 @@ _RETRY_SECONDS, _MOST_TRIES = 60.0, 5
 # Older events cause no message, even if somebody starts a supervisor only now.
 _NEWS_SECONDS = 3600.0
 
-
-@dataclass(frozen=True, kw_only=True)
-class Message:
-    """A notice to send to one recipient now."""
-
-    notice: Notice
-    recipient: str
-    number: int
-    """Number of this try to send the message, from 1."""
+Message = tuple[Notice, str, int]
+"""A notice to send now, its recipient, and the number of this try to send it, from 1."""
 
 
 def due_messages(
     notification: Notification, notices: Sequence[Notice], history: History, now: float, *, retry: bool
 ) -> list[Message]:
     """Return the messages to send now; with `retry`, also those that other processes could not send. Pure."""
-    messages = [
-        Message(notice=notice, recipient=name, number=number)
+    return [
+        (notice, name, number)
         for notice in notices
         if now - notice.time < _NEWS_SECONDS
         for name in notification.notify
-        if (number := _next_number(history, notice.key, name, now)) is not None
+        if (number := _next_number(history, notice.key, name, now)) == 1 or (retry and number is not None)
     ]
-    return [message for message in messages if retry or message.number == 1]
 
 
 def _next_number(history: History, key: str, recipient: str, now: float) -> int | None:
@@ -99,13 +91,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--retry", action="store_true", help="also what others could not send")
     parser.add_argument("--failure", help="why the run has failed, if its events do not say so")
     options = parser.parse_args(argv)
-    run = RunDir(options.run_dir)
-    senders = list[threading.Thread]()
-    deadline = time.monotonic() + _SEND_SECONDS
+    run, senders, deadline = RunDir(options.run_dir), list[threading.Thread](), time.monotonic() + _SEND_SECONDS
     problem: OSError | None = None
     try:
-        notification = RunSpec.load(run).notification
-        for message in _due(run, notification, retry=options.retry, failure=options.failure):
+        for message in _due(run, RunSpec.load(run).notification, retry=options.retry, failure=options.failure):
             if writer := _claim(run, message):
                 senders.append(threading.Thread(target=_send_and_record, args=(message, writer, deadline)))
                 senders[-1].start()
@@ -119,32 +108,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _due(run: RunDir, notification: Notification, *, retry: bool, failure: str | None) -> list[Message]:
-    history, now = History.load(run), time.time()
-    notices = notices_of(run.path, history, notification.notify_interruptions)
-    if failure is not None:
-        attempt = history.last_attempt.attempt if history.last_attempt else 0
-        at = max((event.time for event in history.events if not isinstance(event, OfMessage)), default=now)
-        given_up = failure_notice(run.path, attempt, failure, at)
-        notices += [] if any(notice.key == given_up.key for notice in notices) else [given_up]
-    return due_messages(notification, notices, history, now, retry=retry)
+    history = History.load(run)
+    notices = notices_of(run.path, history, notification.notify_interruptions, failure)
+    return due_messages(notification, notices, history, time.time(), retry=retry)
 
 
 def _claim(run: RunDir, message: Message) -> EventWriter | None:
     """Create the file of this try to send, and return its writer; None if another process has created it."""
-    key, name = message.notice.key, message.recipient
-    path = run.events / f"notice-{key}-{name}-{message.number}.jsonl"
-    event = Notifying(notice=key, recipient=name, host=socket.gethostname())
+    notice, name, number = message
+    path = run.events / f"notice-{notice.key}-{name}-{number}.jsonl"
+    event = Notifying(notice=notice.key, recipient=name, host=socket.gethostname())
     return EventWriter(path) if record_once(path, event) else None
 
 
 def _send_and_record(message: Message, writer: EventWriter, deadline: float) -> None:
-    key, name = message.notice.key, message.recipient
-    problem = try_to_send(message.recipient, message.notice.title, message.notice.body, deadline - time.monotonic())
+    notice, name, _ = message
+    problem = try_to_send(name, notice.title, notice.body, deadline - time.monotonic())
+    sent = NotificationSent(notice=notice.key, recipient=name)
     if problem is not None:
         _tell(f"{name} could not be notified: {problem}")
-    sent = NotificationSent(notice=key, recipient=name)
     try:
-        writer.append(sent if problem is None else NotificationFailed(notice=key, recipient=name, reason=problem))
+        writer.append(
+            sent if problem is None else NotificationFailed(notice=notice.key, recipient=name, reason=problem)
+        )
     except OSError as error:
         _tell(f"{name} may get a message again, because this one could not be recorded: {error}")
 
@@ -171,30 +157,21 @@ def _send(recipient: str, title: str, body: str) -> str | None:
         target = service(recipient, address)
     except UserError as error:
         return str(error)
-    logger, warnings = logging.getLogger("apprise"), _Warnings()
+    # Apprise gives its reasons only to its logger, which the threads of other messages use, too.
+    own, logger = threading.get_ident(), logging.getLogger("apprise")
+    warnings = logging.StreamHandler(io.StringIO())
+    warnings.setLevel(logging.WARNING)
+    warnings.addFilter(lambda record: record.thread == own)
     logger.addHandler(warnings)
     logger.propagate = False
     try:
-        sent = target.notify(title=title, body=body)
+        if target.notify(title=title, body=body):
+            return None
     except Exception as error:  # noqa: BLE001 - from modules of a hundred services; its text may quote the address
         return type(error).__name__
     finally:
         logger.removeHandler(warnings)
-    return None if sent else without_secrets("; ".join(warnings.texts) or "refused", address)
-
-
-class _Warnings(logging.Handler):
-    """Collects apprise's warnings about the message that this thread sends."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts = list[str]()
-        self._thread = threading.get_ident()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep the text of a warning of this thread."""
-        if record.thread == self._thread:
-            self.texts.append(record.getMessage())
+    return without_secrets("; ".join(warnings.stream.getvalue().splitlines()) or "refused", address)
 
 
 def without_secrets(text: str, address: str) -> str:
@@ -202,10 +179,8 @@ def without_secrets(text: str, address: str) -> str:
 
     Parts of up to three characters, such as `443`, stay, because they occur within other words.
     """
-    _, _, rest = address.partition("://")
-    written = [part for part in re.split(r"[/:@?&=,+\s]+", rest) if len(part) > 3]
-    parts = {*written, *map(unquote, written)}
-    for part in sorted(parts, key=len, reverse=True):
+    written = [part for part in re.split(r"[/:@?&=,+\s]+", address.partition("://")[2]) if len(part) > 3]
+    for part in sorted({*written, *map(unquote, written)}, key=len, reverse=True):
         text = text.replace(part, "***")
     return text
 

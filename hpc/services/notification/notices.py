@@ -1,6 +1,6 @@
 """Finds the occasions for a message: a run is complete, has failed, or is interrupted too often. Pure."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,6 @@ from hpc.run.events.kinds import (
 )
 
 _HOUR_SECONDS = 3600.0
-COMPLETED, FAILED, INTERRUPTED = "completed", "failed", "interrupted"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,26 +31,27 @@ class Notice:
     time: float
 
 
-def notices_of(run: Path, history: History, interruptions: int) -> list[Notice]:
-    """Return the notices of a run's completion or failure, and of over `interruptions` interruptions in an hour."""
-    outcome = history.outcome
-    found = [_ended(run, outcome, history)] if outcome and outcome != "cancelled" else []
-    causes = _interruptions(history, failed=outcome == FAILED)
+def notices_of(run: Path, history: History, interruptions: int, failure: str | None = None) -> list[Notice]:
+    """Return the notices of a run's completion or failure, and of over `interruptions` interruptions in an hour.
+
+    `failure` is the reason of a failure that no event records.
+    """
+    outcome, found = history.outcome, list[Notice]()
+    if outcome in {"completed", "failed"}:
+        found.append(_ended(run, history, is_complete=outcome == "completed"))
+    elif failure is not None:
+        attempt = history.last_attempt.attempt if history.last_attempt else 0
+        at = max((event.time for event in history.events if not isinstance(event, OfMessage)), default=0.0)
+        body = f"{failure}\n\nhpc logs {run}"
+        found.append(Notice(key=f"failed-{attempt:03d}", title=f"Run {run.name} has failed", body=body, time=at))
+    causes = _interruptions(history, failed=outcome == "failed")
     for number, at in enumerate(alert_times(causes, interruptions), start=1):
         recent = [cause for when, cause in causes.items() if at - _HOUR_SECONDS < when <= at][-interruptions - 1 :]
         times = f" {len(recent)} times within an hour" if interruptions else ""
         why = f"Causes, the newest last: {', '.join(recent)}"
-        title, body = f"Run {run.name} was interrupted{times}", _body(run, history.attempts, "status", [why])
-        found.append(Notice(key=f"{INTERRUPTED}-{number:03d}", title=title, body=body, time=at))
+        title, body = f"Run {run.name} was interrupted{times}", _body(run, history.attempts[-1], "status", why)
+        found.append(Notice(key=f"interrupted-{number:03d}", title=title, body=body, time=at))
     return found
-
-
-def failure_notice(run: Path, attempt: int, reason: str, at: float) -> Notice:
-    """Return the notice that a run has failed, for a process that knows of the failure although no event records it."""
-    return Notice(
-        key=f"{FAILED}-{attempt:03d}", title=f"Run {run.name} has failed", time=at,
-        body=f"{reason}\n\n{_next(run, 'logs')}",
-    )  # fmt: skip
 
 
 def unsent_messages(history: History) -> list[dict[str, str | None]]:
@@ -68,7 +68,7 @@ def alert_times(times: Iterable[float], most: int) -> list[float]:
     """Return when alerts are due: when an hour has more than `most` interruptions. Each interruption counts once."""
     recent, alerts = list[float](), list[float]()
     for at in times:
-        recent = [*(each for each in recent if at - each < _HOUR_SECONDS), at]
+        recent = [*(before for before in recent if at - before < _HOUR_SECONDS), at]
         if len(recent) > most:
             alerts.append(at)
             recent = []
@@ -77,38 +77,29 @@ def alert_times(times: Iterable[float], most: int) -> list[float]:
 
 def _interruptions(history: History, *, failed: bool) -> dict[float, str]:
     """Return the causes of a run's interruptions by time, in order. If the run has `failed`, leave out the last one."""
-    stops = [
-        event
+    # The last interruption of an attempt may also be the attempt's end: both have the same time, and count once.
+    causes = {
+        event.failed_at or event.time: event.cause
         for event in history.events
         if isinstance(event, Interrupted) or (isinstance(event, AttemptEnded) and event.cause not in FINAL_CAUSES)
-    ]
-    # The last interruption of an attempt may also be the attempt's end: both have the same time, and count once.
-    causes = {event.failed_at or event.time: event.cause for event in stops}
+    }
     return {at: causes[at] for at in sorted(causes)[: -1 if failed else None]}
 
 
-def _ended(run: Path, how: str, history: History) -> Notice:
-    title = f"Run {run.name} is complete" if how == COMPLETED else f"Run {run.name} has failed"
-    last, detail = history.attempts[-1], history.not_continued
-    stopped = f"Nothing restarts the run ({detail}): start hpc supervise, or type hpc resume"
-    advice = [] if detail is None else [stopped]
+def _ended(run: Path, history: History, *, is_complete: bool) -> Notice:
+    key, title, verb = ("completed", "is complete", "status") if is_complete else ("failed", "has failed", "logs")
+    last, stopped = history.attempts[-1], history.not_continued
+    advice = [f"Nothing restarts the run ({stopped}): start hpc supervise, or type hpc resume"] if stopped else []
     # The agents of a complete run may have been killed before they recorded the end of the attempt.
     at = last.ended or max((event.time for event in history.of(TrainCompleted)), default=0.0)
-    return Notice(
-        key=f"{how}-{last.attempt:03d}", title=title, time=at,
-        body=_body(run, [last], "status" if how == COMPLETED else "logs", advice),
-    )  # fmt: skip
+    body = _body(run, last, verb, *advice)
+    return Notice(key=f"{key}-{last.attempt:03d}", title=f"Run {run.name} {title}", body=body, time=at)
 
 
-def _body(run: Path, attempts: Sequence[Attempt], verb: str, more: Sequence[str] = ()) -> str:
+def _body(run: Path, last: Attempt, verb: str, *more: str) -> str:
     """Return the text of a message: the last attempt, the lines of `more`, and the command to type."""
-    last = attempts[-1]
     lines = [f"Attempt {last.attempt}, job {last.job_id} on {', '.join(last.nodes)}."]
     if last.cause is not None and last.cause != Cause.COMPLETED:
         after = "" if last.last_step is None else f" after step {last.last_step}"
         lines.append(f"It ended{after}: {last.cause}" + (f", {last.detail}" if last.detail else ""))
-    return "\n".join([*lines, *more, "", _next(run, verb)])
-
-
-def _next(run: Path, verb: str) -> str:
-    return f"hpc {verb} {run}"
+    return "\n".join([*lines, *more, "", f"hpc {verb} {run}"])

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import platformdirs
 
 from hpc.base.errors import UserError
-from hpc.run.ownership import user_name
 from hpc.run.spec import Notification
 
 if TYPE_CHECKING:
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
 ALL = "all"
 """The word that stands for all names in the file."""
 # A name becomes a part of file names.
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
-_EXAMPLE = "a line such as  slack: slack://TOKEN_A/TOKEN_B/TOKEN_C"
+_NAME = re.compile(rf"(?!{ALL}$)[A-Za-z0-9][A-Za-z0-9_-]*")
+_EXAMPLE = "a line such as  slack: slack://TOKEN_A/TOKEN_B/TOKEN_C  (https://appriseit.com/services/)"
 
 
 def recipients_file() -> Path:
@@ -34,47 +33,29 @@ def recipients_file() -> Path:
 
 
 def read_recipients() -> dict[str, str]:
-    """Return the addresses by name.
-
-    Raises:
-        UserError: the file is missing, others can read it, or its content is wrong.
-    """
+    """Return the addresses by name. Raises UserError if the file is missing or wrong, or others can read it."""
     import yaml  # noqa: PLC0415  # most runs have no recipients
 
     path = recipients_file()
     try:
         with path.open(encoding="utf-8") as file:
-            _check_is_private(path, os.fstat(file.fileno()))
+            status = os.fstat(file.fileno())
             found = yaml.safe_load(file)
     except FileNotFoundError as error:
-        raise UserError(
-            f"{path} does not exist: write {_EXAMPLE}  into it (https://appriseit.com/services/), and type chmod 600 "
-            f"{path}"
-        ) from error
-    except yaml.YAMLError as error:
+        raise UserError(f"{path} does not exist: write {_EXAMPLE} into it, and type chmod 600 {path}") from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         # The error's own text quotes the line, and so perhaps a password.
-        line = mark.line + 1 if (mark := getattr(error, "problem_mark", None)) else 1
-        raise UserError(f"{path} is not valid YAML (line {line}): use {_EXAMPLE}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {type(error).__name__}") from error
+        raise UserError(f"{path} is not YAML ({type(error).__name__}): use {_EXAMPLE}") from None
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise UserError(
+            f"{path} is {stat.filemode(status.st_mode)} of user {status.st_uid}, so others may read its addresses and "
+            f"their passwords: make it yours, and type chmod 600 {path}"
+        )
     if not isinstance(found, dict) or not found:
         raise UserError(f"{path} has no names with addresses: use {_EXAMPLE}")
-    for name, address in found.items():
-        if not isinstance(name, str) or not _NAME.fullmatch(name) or name == ALL:
-            raise UserError(f"{path} has a name that is not of letters, digits, - and _, or is {ALL}: choose another")
-        if not isinstance(address, str):
-            raise UserError(f"{path}: {name} has no address: use {_EXAMPLE}")
-    return found
-
-
-def _check_is_private(path: Path, status: os.stat_result) -> None:
-    if status.st_uid != os.getuid():
-        raise UserError(f"{path} belongs to {user_name(status.st_uid)}: replace it by a file of your own")
-    if status.st_mode & 0o077:
-        raise UserError(
-            f"{path} is {stat.filemode(status.st_mode)}, so others may read its addresses and their passwords: type "
-            f"chmod 600 {path}"
-        )
+    if not all(_NAME.fullmatch(str(name)) and isinstance(address, str) for name, address in found.items()):
+        raise UserError(f"{path}: each name is of letters, digits, - and _, but not {ALL}, with an address: {_EXAMPLE}")
+    return {str(name): address for name, address in found.items()}
 
 
 def with_known_names(notification: Notification) -> Notification:
@@ -90,16 +71,16 @@ def choose_recipients(names: Iterable[str]) -> dict[str, str]:
     """
     names = list(names)
     known = read_recipients() if names else {}
-    wanted = list(dict.fromkeys(each for name in names for each in (known if name == ALL else (name,))))
+    wanted = list(dict.fromkeys(name for given in names for name in (known if given == ALL else (given,))))
     for name in wanted:
-        if name in known:
-            continue
         if ":" in name:
             raise UserError(
                 "a recipient is a name, not an address: everybody on this machine can read the command line. Write "
                 f"NAME: ADDRESS into {recipients_file()}, and type the name"
             )
-        raise UserError(f"recipient {name!r} is not in {recipients_file()}: use {', '.join(sorted(known))}, or {ALL}")
+        if name not in known:
+            choice = ", ".join(sorted(known))
+            raise UserError(f"recipient {name!r} is not in {recipients_file()}: use {choice}, or {ALL}")
     return {name: str(service(name, known[name]).service_name) for name in wanted}
 
 
@@ -109,8 +90,5 @@ def service(name: str, address: str) -> "NotifyBase":
 
     found = Apprise.instantiate(address, suppress_exceptions=True)
     if found is None:
-        raise UserError(
-            f"the address of {name} in {recipients_file()} is not an address that apprise supports: compare it "
-            "with https://appriseit.com/services/"
-        )
+        raise UserError(f"the address of {name} in {recipients_file()} is none of apprise's: use {_EXAMPLE}")
     return found

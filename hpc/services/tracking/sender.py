@@ -19,8 +19,9 @@ from hpc.run.events.kinds import OfTracker, Tracking, TrackingFailed
 from hpc.run.events.ledger import EventWriter, attempt_prefix
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
+from hpc.services.tracking.opening import tracker_of
 from hpc.services.tracking.points import read_points
-from hpc.services.tracking.tracker import TITLES, Tracker, open_tracker
+from hpc.services.tracking.tracker import TITLES, Tracker
 
 _POLL_SECONDS = 15.0
 _RETRY_SECONDS = 300.0
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     writer = EventWriter(file, options.attempt)
     while True:
         try:
-            tracker = open_tracker(options.service, run, RunSpec.load(run))
+            tracker = tracker_of(options.service)(run, RunSpec.load(run))
             writer.append(Tracking(service=options.service, url=tracker.url))
             while not _input_ends_within(_POLL_SECONDS):
                 send_new(run, tracker)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from hpc.base import program
-from hpc.base.errors import TorchrelayError, need_package
+from hpc.base.errors import TorchrelayError
 from hpc.programs.kinds import program_of_run
 from hpc.run.events.history import Outcome
 from hpc.run.rundir import RunDir
@@ -29,38 +29,24 @@ class TrackingError(TorchrelayError):
 
 
 class Tracker(Protocol):
-    """A run at a tracker. Each method raises TrackingError."""
+    """A run at a tracker, which is created there if it does not exist. All but `check` raise TrackingError."""
 
     sent: dict[str, int]
     """The last step of each series that the tracker has."""
+    url: str | None
+    """The address of the run's page, or of the directory or database with the run; None if unknown."""
 
-    @property
-    def url(self) -> str | None:
-        """The address of the run's page, or of the directory or database with the run; None if unknown."""
+    def __init__(self, run: RunDir, spec: RunSpec) -> None: ...
+
+    @staticmethod
+    def check() -> None:
+        """Raise UserError if the address or the key of the tracker is not set."""
 
     def send(self, points: Sequence[Point]) -> None:
         """Send points, and update `sent`."""
 
     def close(self, outcome: Outcome | None) -> None:
         """Send what is not yet sent, and the outcome. An outcome of None means that the run goes on, now or later."""
-
-
-def open_tracker(service: Service, run: RunDir, spec: RunSpec) -> Tracker:
-    """Connect to the record of a run at a tracker, and create the record if there is none.
-
-    Raises:
-        UserError: the tracker's package is not installed, or its address or key is not set.
-        TrackingError: the tracker cannot be reached, or refuses the request.
-    """
-    need_package(service, service, TITLES[service])
-    # Each module takes seconds to import.
-    if service == "wandb":
-        from hpc.services.tracking.wandb_tracker import WandbTracker  # noqa: PLC0415
-
-        return WandbTracker(run, spec)
-    from hpc.services.tracking.mlflow_tracker import MlflowTracker  # noqa: PLC0415
-
-    return MlflowTracker(run, spec)
 
 
 def run_id(spec: RunSpec) -> str:

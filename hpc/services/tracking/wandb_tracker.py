@@ -3,7 +3,8 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import wandb
@@ -21,39 +22,22 @@ _INIT_SECONDS = 60.0
 _SENT = "sent/"
 
 
-def offline() -> bool:
-    """Return whether the environment forbids contact with W&B's server."""
-    return os.environ.get("WANDB_MODE") == "offline"
-
-
-def check_login() -> None:
-    """Raise UserError if the user has no key for W&B's server."""
-    if os.environ.get("WANDB_MODE") == "disabled":
-        raise UserError("WANDB_MODE is disabled, so nothing can be sent to Weights & Biases: unset it")
-    try:
-        known = offline() or wandb.login(prompt=False)
-    except (Error, ValueError) as error:
-        raise UserError(f"Weights & Biases refuses its key or its settings ({error}): type wandb login") from error
-    if not known:
-        raise UserError("Weights & Biases needs your key: type wandb login, or set WANDB_API_KEY")
-
-
 class WandbTracker:
     """A run at W&B or, offline, a directory `wandb/offline-run-*` with the whole run for `wandb sync`."""
 
     def __init__(self, run: RunDir, spec: RunSpec) -> None:
-        check_login()
+        self.check()
+        is_offline = os.environ.get("WANDB_MODE") == "offline"
         # Online, the directory is only a buffer.
-        self._buffer = None if offline() else tempfile.TemporaryDirectory(prefix="torchrelay-wandb-")
-        if offline():
-            for earlier in Path(run.path, "wandb").glob(f"offline-run-*-{run_id(spec)}"):
-                shutil.rmtree(earlier)
+        self._buffer = None if is_offline else tempfile.TemporaryDirectory(prefix="torchrelay-wandb-")
+        for earlier in Path(run.path, "wandb").glob(f"offline-run-*-{run_id(spec)}") if is_offline else ():
+            shutil.rmtree(earlier)
         settings = wandb.Settings(
             # The sending process has neither the output nor the GPUs of the run.
             console="off", x_disable_stats=True, x_disable_meta=True, disable_git=True, disable_code=True,
             disable_job_creation=True, silent=True, init_timeout=_INIT_SECONDS,
         )  # fmt: skip
-        try:
+        with _errors():
             self._run = wandb.init(
                 id=run_id(spec), resume="allow", name=run.name, settings=settings,
                 project=os.environ.get("WANDB_PROJECT", PROJECT), config=settings_of(run, spec),
@@ -63,11 +47,22 @@ class WandbTracker:
             self._run.define_metric("*", step_metric="step")
             self._run.define_metric("step", hidden=True)
             self._run.define_metric(f"{_SENT}*", hidden=True)
-        except (Error, OSError) as error:
-            raise TrackingError(str(error)) from error
-        known = dict(self._run.summary).items()
-        self.sent = {name.removeprefix(_SENT): int(step) for name, step in known if name.startswith(_SENT)}
-        self.url = str(Path(self._run.dir).parent) if offline() else self._run.url
+        summary = dict(self._run.summary).items()
+        self.sent = {name.removeprefix(_SENT): int(step) for name, step in summary if name.startswith(_SENT)}
+        self.url: str | None = str(Path(self._run.dir).parent) if is_offline else self._run.url
+
+    @staticmethod
+    def check() -> None:
+        """Raise UserError if the user has no key for W&B's server, which may be asked."""
+        mode = os.environ.get("WANDB_MODE")
+        if mode == "disabled":
+            raise UserError("WANDB_MODE is disabled, so nothing can be sent to Weights & Biases: unset it")
+        try:
+            has_key = mode == "offline" or wandb.login(prompt=False)
+        except (Error, ValueError) as error:
+            raise UserError(f"Weights & Biases refuses its key or its settings ({error}): type wandb login") from error
+        if not has_key:
+            raise UserError("Weights & Biases needs your key: type wandb login, or set WANDB_API_KEY")
 
     def send(self, points: Sequence[Point]) -> None:
         """Hand the points to W&B's own process, which sends them in the background."""
@@ -78,11 +73,17 @@ class WandbTracker:
 
     def close(self, outcome: Outcome | None) -> None:
         """Wait until all points are sent. Without an outcome, W&B shows the run as preempted until it is resumed."""
-        try:
+        with _errors():
             if outcome is None:
                 self._run.mark_preempting()
             self._run.finish(exit_code=0 if outcome == "completed" else 1)
-        except (Error, OSError) as error:
-            raise TrackingError(str(error)) from error
         if self._buffer:
             self._buffer.cleanup()
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    try:
+        yield
+    except (Error, OSError) as error:
+        raise TrackingError(str(error)) from error

@@ -1,14 +1,13 @@
 """The page of a scaling study: its table, parts of a step's time, speed by ranks, losses by time. Login node."""
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
-from hpc.report.charts import LOOKS, Axis, Chart, Look, Series
-from hpc.report.colors import line_style
-from hpc.report.rendering import GroupPage
+from hpc.report.bokeh_figures import plots_by
+from hpc.report.charts import LOOKS, Axis, Chart, Look, Series, line_style
+from hpc.report.rendering import render
 from hpc.studies.scaling.measures import Curve, Measures, causes
 from hpc.studies.scaling.scaling_dir import ScalingSpec, Size
 
@@ -48,13 +47,13 @@ def scaling_page(
     known = {title for title, _ in rows}
     speed = [_SIZE, ("state", "state", "state"), *((title, title, "digits") for title in _SPEED if title in known)]
     learning = [_SIZE, *((title, title, "digits") for title, _ in rows if title not in {"state", *_SPEED})]
-    return GroupPage(
-        name=name, kind="scaling study", findings=[*conclusions, *causes(measured)],
+    return render(
+        "group.html", name=name, kind="scaling study", findings=[*conclusions, *causes(measured)],
         headline=[f"{spec.minutes:g} minutes for each size, nodes × GPUs per node", mode],  # noqa: RUF001 - times
         # The table about learning is left out if empty: a user's script may report nothing about learning.
         results=[("Speed", speed, cells), *([("Learning", learning, cells)] if learning[1:] else [])],
-        shares=_shares(measured), figures_title="Curves", figures=_figures(measured),
-    ).html(time.time())  # fmt: skip
+        shell="", shares=_shares(measured), figures_title="Curves", plots=plots_by(_figures(measured)),
+    )  # fmt: skip
 
 
 def _shares(measured: Sequence[Measures]) -> list[tuple[str, list[tuple[str, float, str]]]]:
@@ -80,13 +79,13 @@ def _figures(measured: Sequence[Measures]) -> list[tuple[Chart, Axis]]:
     speeds = [(number, one, ((float(one.size.ranks), one.speed or 0.0),)) for number, one in known]
     first = known[0][1]
     per_rank = (first.speed or 0.0) / first.size.ranks
-    speed = LOOKS["images_per_second"] if first.images_per_second else Look(title="Speed", form="%.3g", from_zero=True)
+    speed = LOOKS["images_per_second"] if first.images_per_second else Look(title="Speed", from_zero=True)
     ranks = sorted({one.size.ranks for _, one in known})
     ideal = _points([(float(count), per_rank * count) for count in ranks])
     ideal_line = Series(name="ideal", color="s8", dashes="dotted", points=ideal)
     ticks = {float(count): str(count) for count in ranks}
     found = [(
-        Chart(column="speed", look=speed, x="ranks", series=[ideal_line, *_series(speeds)]),
+        Chart(look=speed, x="ranks", series=[ideal_line, *_series(speeds)]),
         Axis(name="step", label="ranks", limits=(0.0, 1.05 * ranks[-1]), ticks=ticks),
     )]  # fmt: skip
     for title, curves in (
@@ -95,8 +94,8 @@ def _figures(measured: Sequence[Measures]) -> list[tuple[Chart, Axis]]:
     ):
         if any(curve for *_, curve in curves):
             end = max(seconds for *_, curve in curves for seconds, _ in curve)
-            look, x = Look(title=title, form="%.4f"), "seconds of training"
-            chart = Chart(column="loss", look=look, x=x, series=_series(curves))
+            look, x = Look(title=title, falls=True), "seconds of training"
+            chart = Chart(look=look, x=x, series=_series(curves))
             found.append((chart, Axis(name="step", label=x, limits=(-0.02 * end, 1.02 * end))))
     return found
 

@@ -1,7 +1,6 @@
 """The page of a sweep: its trials, the best one first, and the metric by each setting. Runs on the login node."""
 
 import shlex
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,8 +8,9 @@ from typing import Any
 import pandas as pd
 from optuna.trial import FrozenTrial, TrialState
 
+from hpc.report.bokeh_figures import plots_by
 from hpc.report.charts import Axis, Chart, Look, Series
-from hpc.report.rendering import Column, GroupPage
+from hpc.report.rendering import Column, render
 from hpc.studies.members import options_of
 from hpc.studies.sweep.space import read_space, settings_text, shown
 from hpc.studies.sweep.sweep_dir import SweepDir, SweepSpec
@@ -49,11 +49,14 @@ def sweep_page(
         found = f"{spec.metric} {best.value:.6g} with {settings_text(best.params)}"
         findings = [f"The best trial is {directory.trial(best.number).name}: {found}."]
         shell = submit_line(directory, spec, {name: shown(value) for name, value in best.params.items()})
-    return GroupPage(
-        name=directory.path.name, kind="sweep", headline=headline, findings=findings, shell=shell,
+    return render(
+        "group.html", name=directory.path.name, kind="sweep", headline=headline, findings=findings, shell=shell,
         results=[("Trials", columns, rows)], figures_title=f"{spec.metric} by setting",
-        figures=[] if best is None else [_figure(directory, spec.metric, *one, trials, best) for one in space.items()],
-    ).html(time.time())  # fmt: skip
+        shares=(),
+        plots=plots_by(
+            [] if best is None else [_figure(directory, spec.metric, *one, trials, best) for one in space.items()]
+        ),
+    )  # fmt: skip
 
 
 def submit_line(directory: SweepDir, spec: SweepSpec, values: Mapping[str, str]) -> str:
@@ -83,9 +86,7 @@ def _figure(
         )
         for (title, color), group in groups.items() if group
     ]  # fmt: skip
-    return Chart(column=name, look=Look(title=metric), heading=name, x=name, series=series), _axis(
-        name, values, choices
-    )
+    return Chart(look=Look(title=metric), heading=name, x=name, series=series), _axis(name, values, choices)
 
 
 def _axis(name: str, values: Any, choices: Sequence[str]) -> Axis:

@@ -88,7 +88,7 @@ NOTICE = Notice(key="failed-001", title="t", body="b", time=1000.0)
 
 def due(*events: Event, now: float, retry: bool) -> list[tuple[str, int]]:
     told = Notification(notify=("a", "b"))
-    return [(each.recipient, each.number) for each in due_messages(told, [NOTICE], History(events), now, retry=retry)]
+    return [message[1:] for message in due_messages(told, [NOTICE], History(events), now, retry=retry)]
 
 
 def of(recipient: str, kind: str, at: float) -> Event:

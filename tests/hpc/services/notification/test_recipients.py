@@ -53,13 +53,11 @@ def test_wrong_name_lists_the_right_ones(home: Path) -> None:
     "text",
     [
         'hook: "json://secret\n',
-        "hook: json://secret: {\n",
         "- json://secret\n",
         "hook: [json://secret]\n",
         "all: json://secret\n",
         "a/b: json://secret\n",
         "hook: jsson://secret\n",
-        "",
     ],
 )
 def test_damaged_file_is_refused_without_a_word_of_what_is_in_it(home: Path, text: str) -> None:
