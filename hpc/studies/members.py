@@ -19,7 +19,7 @@ from hpc.submissions.new_run import start_run
 from hpc.submissions.options import SubmitScript, SubmitTraining, options_for
 from hpc.submissions.resumed_run import options_of, resume_run
 from hpc.submissions.settings import changed
-from hpc.submissions.user_code.own_code import UserCode, code_in_place, find_code, own_environment
+from hpc.submissions.user_code.own_code import UserCode, find_code
 from hpc.supervise.check import SuperviseOptions, check_runs
 
 _SUPERVISE_SECONDS = 60.0
@@ -31,10 +31,9 @@ def user_code(options: SubmitTraining | SubmitScript, script: tuple[str, ...]) -
     """Return the code that all runs of a group use. Raises UserError if it cannot be found, or no run could train."""
     if not script:
         need_classifier("a training without a script")
-    elsewhere = own_environment(options)
-    if isinstance(options, SubmitScript) and options.in_place:
-        return code_in_place(Path.cwd(), script, elsewhere=elsewhere)
-    return find_code(Path.cwd(), script, options.runs_dir, elsewhere=elsewhere)
+    in_place = isinstance(options, SubmitScript) and options.in_place
+    elsewhere = bool(options.python or options.container)
+    return find_code(Path.cwd(), script, options.runs_dir, elsewhere=elsewhere, in_place=in_place)
 
 
 class CommonPart(TypedDict):
@@ -101,7 +100,7 @@ def _submit_member(
     script = tuple(filled(word, values) for word in spec.script)
     place, is_file = spec.working_directory, script[:1] not in {(), ("-m",)}
     if Path(place).is_absolute():
-        code = code_in_place(Path(place), script, elsewhere=True)
+        code = find_code(Path(place), script, elsewhere=True, in_place=True)
     else:
         record = CodeFiles.load(group.code)
         code = UserCode(

@@ -26,7 +26,7 @@ from hpc.submissions.cluster_choice import choose_cluster, slurm_only
 from hpc.submissions.gpu_use import resolve_device
 from hpc.submissions.options import SubmitOptions, SubmitScript, SubmitTraining
 from hpc.submissions.user_code.code_notes import warnings_of_code
-from hpc.submissions.user_code.own_code import UserCode, code_in_place, find_code, own_environment
+from hpc.submissions.user_code.own_code import UserCode, find_code
 from hpc.submissions.user_python import user_environment
 from training.config.model_names import check_model, resolve_weights
 from training.config.rules import without_effect
@@ -154,10 +154,9 @@ def _name_of(script: tuple[str, ...]) -> str:
 
 def find_user_code(options: SubmitOptions, spec: RunSpec) -> UserCode:
     """Return the user's code for the run. Raises UserError if it lacks the script."""
-    elsewhere = own_environment(spec)
-    if isinstance(options, SubmitScript) and options.in_place:
-        return code_in_place(Path.cwd(), spec.script, elsewhere=elsewhere)
-    return find_code(Path.cwd(), spec.script, options.runs_dir, elsewhere=elsewhere)
+    in_place = isinstance(options, SubmitScript) and options.in_place
+    elsewhere = bool(spec.python or spec.container)
+    return find_code(Path.cwd(), spec.script, options.runs_dir, elsewhere=elsewhere, in_place=in_place)
 
 
 def check_place(run: RunDir, spec: RunSpec) -> None:

@@ -93,9 +93,7 @@ def translate(
         for value in values
         for word in (f"--{name}", value)
     ]
-    return Translation(
-        words=words, launch=launch, setup=setup, directory=reader.directory, notes=tuple(notes)
-    )
+    return Translation(words=words, launch=launch, setup=setup, directory=reader.directory, notes=tuple(notes))
 
 
 def _resources(
