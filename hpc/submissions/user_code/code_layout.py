@@ -91,8 +91,8 @@ def lay_out(
         entries = [] if is_whole else scan(root / directory, _MOST_LINKS)
         if len(entries) > _MOST_LINKS and directory in fixed:
             raise UserError(
-                f"{root / directory} has more than {_MOST_LINKS:,} entries, and the run would need a link to each: move "
-                "the data into a directory below it, or submit with --in-place"
+                f"{root / directory} has more than {_MOST_LINKS:,} entries, and the run would need a link to each: "
+                "move the data into a directory below it, or submit with --in-place"
             )
         if is_whole or len(entries) > _MOST_LINKS:
             whole.append(f"{directory}/")

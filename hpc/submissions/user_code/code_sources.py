@@ -46,16 +46,12 @@ def find_sources(root: Path, is_left_out: Callable[[os.DirEntry[str]], bool]) ->
     try:
         tracked = git.listed_files(root)
         others = git.listed_files(root, "--others", "--exclude-standard", "--directory", "--no-empty-directory")
-        below = sorted(_small_files(root, [name[:-1] for name in others if name.endswith("/")], is_left_out))
-        # git does not list what is in an untracked directory, and so not what it ignores there.
-        ignored = git.ignored_files(root, below) if below else set()
+        # git does not list what is in an untracked directory; what it would ignore there is copied, too.
+        below = _small_files(root, [name[:-1] for name in others if name.endswith("/")], is_left_out)
     except TorchrelayError as error:
         return CodeSources(small=_small_files(root, [""], is_left_out), problem=str(error))
-    single = {name for name in others if is_source(root / name)}
-    return CodeSources(
-        tracked=frozenset(name for name in tracked if _is_copied(root / name)),
-        small=frozenset(single | set(below)) - ignored,
-    )
+    small = {*below, *(name for name in others if is_source(root / name))}
+    return CodeSources(tracked=frozenset(name for name in tracked if _is_copied(root / name)), small=frozenset(small))
 
 
 def is_source(path: Path) -> bool:
@@ -110,14 +106,14 @@ def _small_files(
             entries = [entry for entry in entries if not entry.name.startswith(".") and not is_left_out(entry)]
             is_conf = has_configurations or Path(directory).name.lower().startswith(_OF_CONFIGURATIONS)
             takes_all = is_conf or any(_kind(entry.name) is _SOURCES for entry in entries)
+            kinds = (_SOURCES, _CONFIGURATIONS) if takes_all else (_SOURCES,)
             for entry in entries:
                 path = os.path.join(directory, entry.name)  # noqa: PTH118 - there are thousands of names
                 if entry.is_dir(follow_symlinks=False):
                     waiting.append((path, is_conf and directory != ""))
-                elif (kind := _kind(entry.name)) and (takes_all or kind is _SOURCES):
-                    if _is_readable(entry, _LARGEST_SOURCE_BYTES):
-                        levels[-1].append(path)
-                        size += entry.stat().st_size
+                elif _kind(entry.name) in kinds and _is_readable(entry, _LARGEST_SOURCE_BYTES):
+                    levels[-1].append(path)
+                    size += entry.stat().st_size
     return frozenset(name for names in levels for name in names)
 
 

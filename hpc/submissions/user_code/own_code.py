@@ -142,10 +142,7 @@ def find_code(
     references = {*text.references, *_named_in_arguments(here, script), *_named_in_files(here, top, sources)}
     own = {place for path in text.files for place in _places(path)}
     started = set(_places(file)) if file else set[Path]()
-    if kept:
-        root = top.parents[kept.levels - 1] if kept.levels else top
-    else:
-        root = _root(top, {*references, *own})
+    root = (top, *top.parents)[kept.levels] if kept else _root(top, {*references, *own})
     if file and not all(place.is_relative_to(root) for place in started):
         raise UserError(
             f"{script[0]} is not below {root}, so it would be missing in the run's copy of the code: move it there, or "
@@ -181,8 +178,8 @@ def _read(
     file = module_file(name, places)
     if file is None and not elsewhere and find_spec(name.partition(".")[0]) is None:
         raise UserError(
-            f"module {name!r} is neither below {' or '.join(map(str, places))} nor installed: give its name from there, "
-            "or the path of a script"
+            f"module {name!r} is neither below {' or '.join(map(str, places))} nor installed: give its name from "
+            "there, or the path of a script"
         )
     return script, file, read_script(file, here, places) if file else NO_TEXT
 

@@ -117,28 +117,20 @@ class _Paths:
                 return PlainPath(os.path.normpath(here / self))
 
             absolute = resolve
+            cwd = staticmethod(lambda: PlainPath(here))
 
-            @staticmethod
-            def cwd() -> "PlainPath":
-                return PlainPath(here)
-
-        def same(path: str) -> str:
-            return path
-
-        def absolute(path: str) -> str:
-            return os.path.normpath(here / path)
-
-        path = SimpleNamespace(
-            join=os.path.join, dirname=os.path.dirname, normpath=os.path.normpath, abspath=absolute, realpath=absolute
-        )
-        system = SimpleNamespace(
-            path=path, pardir=os.pardir, sep=os.sep, fspath=os.fspath, getcwd=lambda: str(here), chdir=same,
-            listdir=same, scandir=same, walk=same,
-        )  # fmt: skip
+        path = {
+            "join": os.path.join, "dirname": os.path.dirname, "normpath": os.path.normpath,
+            **dict.fromkeys(("abspath", "realpath"), lambda text: os.path.normpath(here / text)),
+        }  # fmt: skip
+        system = {
+            "pardir": os.pardir, "sep": os.sep, "getcwd": lambda: str(here),
+            **dict.fromkeys(("fspath", "chdir", "listdir", "scandir", "walk"), str),
+        }  # fmt: skip
         self._here = here
         self._names: dict[str, object] = {
-            "__file__": str(file), "__builtins__": {}, "str": str, "os": system, "Path": PlainPath,
-            "pathlib": SimpleNamespace(Path=PlainPath), "osp": path, **vars(path), "getcwd": system.getcwd,
+            **path, **system, "str": str, "__file__": str(file), "__builtins__": {}, "Path": PlainPath,
+            "pathlib": SimpleNamespace(Path=PlainPath), "os": SimpleNamespace(path=SimpleNamespace(**path), **system),
         }  # fmt: skip
         for node in ast.walk(tree):
             match node:
@@ -168,20 +160,16 @@ class _Paths:
         parts = list(ast.walk(node))
         names = {part.id for part in parts if isinstance(part, ast.Name)}
         attributes = (part.attr for part in parts if isinstance(part, ast.Attribute))
-        if not (all(isinstance(part, _OF_PATHS) for part in parts) and names <= self._names.keys()):
-            return None
-        if any(name.startswith("_") for name in attributes):
+        is_of_paths = all(isinstance(part, _OF_PATHS) for part in parts) and names <= self._names.keys()
+        if not is_of_paths or any(name.startswith("_") for name in attributes):
             return None
         try:
-            code = compile(ast.fix_missing_locations(ast.Expression(node)), "", "eval")
-            value = eval(code, dict(self._names))  # noqa: S307 - the nodes and names above can do nothing
+            value = eval(compile(ast.Expression(node), "", "eval"), dict(self._names))  # noqa: S307 - it can do nothing
         except Exception:  # noqa: BLE001 - an expression of the user's that is no path
-            return None
-        if not isinstance(value, str | PurePosixPath):
             return None
         texts = (part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str))
         is_absolute = any(text.startswith("/") and str(value).startswith(text) for text in texts)
-        return None if is_absolute else value
+        return value if isinstance(value, str | PurePosixPath) and not is_absolute else None
 
 
 def _added(tree: ast.AST) -> Iterator[ast.expr]:
