@@ -11,11 +11,6 @@ from hpc.base.units import format_minutes, walltime_minutes
 from hpc.run.spec import MANAGED_SBATCH
 from hpc.submissions.sbatch.sbatch_advice import ALONE, LETTERS, WITH_VALUE
 
-# Further options that have no value, or only one after `=`.
-_NO_VALUE = {
-    *ALONE, "hetjob", "nice", "no-kill", "no-requeue", "parsable", "propagate", "quiet", "requeue", "test-only",
-    "verbose", "wait",
-}  # fmt: skip
 _LEFT_OUT = {
     **{name: MANAGED_SBATCH[name].removesuffix(": leave it out") for name in (
         "output", "error", "open-mode", "requeue", "no-requeue", "no-kill", "wait", "test-only",
@@ -30,7 +25,7 @@ _OURS = {
     "time-min": "time-min", "job-name": "name",
 }  # fmt: skip
 _SYNONYMS = {"tasks-per-node": "ntasks-per-node"}
-_KNOWN = {*_NO_VALUE, *WITH_VALUE, *MANAGED_SBATCH, *_LEFT_OUT, *COUNTS}
+_KNOWN = {*ALONE, *WITH_VALUE, *MANAGED_SBATCH, *_LEFT_OUT, *COUNTS}
 _SIGNAL = re.compile(r"(?:SIG)?(?P<name>[A-Z]+\d?)(?:@(?P<seconds>\d+))?")
 _MEMORY_OPTIONS = {"mem", "mem-per-cpu", "mem-per-gpu"}  # sbatch accepts only one of these
 
@@ -69,14 +64,9 @@ def read_directive(text: str, line: int) -> Iterator[Option]:
         words = shlex.split(text, comments=True)
     except ValueError as error:
         raise UserError(f"line {line}: a quote in #SBATCH{text} is not closed: close it") from error
-    for word in words:
-        if "$" in word or "`" in word:
-            raise UserError(f"line {line}: Slurm expands no variables in #SBATCH lines: write the value in {word}")
-    options, rest = read_options(words, line, LETTERS, _NO_VALUE)
-    if rest:
-        advice = MANAGED_SBATCH.get(rest[0], "write --NAME=VALUE")
-        raise UserError(f"line {line}: {rest[0]!r} is not an option of sbatch that a run can have: {advice}")
-    for option in options:
+    if "$" in (joined := " ".join(words)) or "`" in joined:
+        raise UserError(f"line {line}: Slurm expands no variables in #SBATCH lines: write the value in {joined}")
+    for option in read_options(words, line):
         name = _SYNONYMS.get(option.name, option.name)
         if name not in _KNOWN:
             hint = did_you_mean(name, _KNOWN, "delete it, or submit this file with sbatch", 1)
@@ -84,30 +74,20 @@ def read_directive(text: str, line: int) -> Iterator[Option]:
         yield Option(name=name, value=option.value, line=line)
 
 
-def read_options(
-    words: Sequence[str], line: int, letters: Mapping[str, str], no_value: set[str]
-) -> tuple[list[Option], Sequence[str]]:
-    """Return the options at the beginning of a command line, and the words after them.
-
-    Args:
-        words: the command line without the name of the command.
-        line: its line in the file.
-        letters: the long names of the short options.
-        no_value: the long names of the options without a value, or with one that can only follow `=`.
-    """
-    options, at = list[Option](), 0
-    while at < len(words) and words[at].startswith("-") and words[at] not in {"-", "--"}:
-        word, at = words[at], at + 1
-        if word.startswith("--"):
-            name, separator, value = word.removeprefix("--").partition("=")
-        else:
-            name, separator, value = letters.get(word[:2], word[:2]), "", word[2:].removeprefix("=")
-        if not separator and not value and name not in no_value:
-            if at == len(words):
-                raise UserError(f"line {line}: {word} has no value")
-            value, at = words[at], at + 1
+def read_options(words: Sequence[str], line: int) -> list[Option]:
+    """Return the options of a command line without its program. A word without a dash is the value of the last one."""
+    options = list[Option]()
+    for word in words:
+        name, _, value = word.removeprefix("--").partition("=")
+        if not word.startswith("-"):
+            if not options:
+                advice = MANAGED_SBATCH.get(word, "write --NAME=VALUE")
+                raise UserError(f"line {line}: {word!r} is not an option that a run can have: {advice}")
+            name, value = options.pop().name, word
+        elif not word.startswith("--"):
+            name, value = LETTERS.get(word[:2], word[:2]), word[2:].removeprefix("=")
         options.append(Option(name=name, value=value, line=line))
-    return options, words[at:]
+    return options
 
 
 # --- the layout of a job ---

@@ -44,8 +44,8 @@ def find_python(setup: Sequence[SetupLine], program: str, directory: Path) -> tu
     except subprocess.TimeoutExpired:
         return None, [f"the lines before {program} take longer than {_SECONDS:.0f} s here: add --python ENV/bin/python"]
     warnings = [
-        f"line {lines[int(number)].line}: {lines[int(number)].text!r} fails on this machine ({error or 'no message'}): if "
-        "it chooses the Python of the training, add --python ENV/bin/python"
+        f"line {lines[int(number)].line}: {lines[int(number)].text!r} fails on this machine ({error or 'no message'}): "
+        "if it chooses the Python of the training, add --python ENV/bin/python"
         for error, number in re.findall(r"(?:bash: line \d+: )?([^\n]*)\n+torchrelay:(\d+)\n", done.stderr)
     ]
     path = done.stdout.strip()

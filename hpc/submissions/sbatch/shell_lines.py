@@ -36,7 +36,7 @@ class Command:
     words: tuple[Node, ...] = ()
     redirects: tuple[str, ...] = ()
     operator: str = ""
-    """The operator before the command: `&&`, `||`, `|`, `|&`; for a whole statement, `&` if it runs in the background."""
+    """The operator before the command; of a statement's first command, `&` if the statement runs in the background."""
 
 
 def text_of(node: Node) -> str:

@@ -117,7 +117,8 @@ class StatementReader:
         words, text = command.words, command.text
         if not words:
             raise UserError(
-                f"{_short(text)} is more than a plain command: write plain commands, and submit a run for each turn of a loop"
+                f"{_short(text)} is more than a plain command: write plain commands, and submit a run for each turn of "
+                "a loop"
             )
         if words[0].type in {"export", "readonly"} or all(word.type == "variable_assignment" for word in words):
             self._assign(command)

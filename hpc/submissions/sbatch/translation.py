@@ -116,8 +116,6 @@ def _resources(
         raise UserError(
             f"line {line}: without srun, the program starts on one of {layout.nodes} nodes: write srun before it"
         )
-    if launch.nodes is not None and layout.nodes.isdigit() and launch.nodes != int(layout.nodes):
-        raise UserError(f"line {line}: {launch.name} expects {launch.nodes} nodes, and the job has {layout.nodes}")
     if launch.step is not None and not launch.starts_one_each and layout.tasks > 1:
         raise UserError(f"line {line}: srun starts {layout.tasks} launchers per node: write srun --ntasks-per-node=1")
     has_ranks = launch.step is not None and launch.starts_one_each
@@ -146,7 +144,7 @@ def _gpus(asked: int | None, processes: int | None, line: int, typed: Mapping[st
         return gpus
     if processes not in {None, asked} and not is_settled:
         raise UserError(
-            f"line {line}: processes per node: {processes}, GPUs per node: {asked}, and a run has one rank per GPU: type "
-            f"--gpus-per-node {asked} or {processes} after the file"
+            f"line {line}: processes per node: {processes}, GPUs per node: {asked}, and a run has one rank per GPU: "
+            f"type --gpus-per-node {asked} or {processes} after the file"
         )
     return asked
