@@ -15,6 +15,7 @@ from hpc.base.errors import UserError
 _BASH = Parser(Language(tree_sitter_bash.language()))
 _COMMANDS = {"command", "declaration_command", "unset_command", "variable_assignment", "variable_assignments"}
 _REDIRECTS = {"file_redirect", "heredoc_redirect", "herestring_redirect"}
+_SUBSTITUTIONS = {"command_substitution", "process_substitution"}
 # Variables of each shell, or of this machine, whose values the job does not have.
 _OF_THE_JOB = {"TMPDIR", "RANDOM", "HOSTNAME", "SECONDS", "EPOCHSECONDS", "BASH_SOURCE", "BASH_ENV"}
 # Stands in a word for what is known only in the job. The number is that of the reason.
@@ -129,7 +130,9 @@ class BashWords:
     def _masked(self, node: Node) -> str:
         """Return the text of a node without command substitutions, after setting what only the job knows."""
         text = text_of(node)
-        if node.type in {"command_substitution", "process_substitution"} or re.fullmatch(r"\$([$!?\d]|\{\d.*)", text):
+        # The parser leaves the patterns of expansions unparsed: ${NAME#$(COMMAND)}.
+        is_computed = node.type == "expansion" and re.search(r"\$\(|`|[<>]\(", text)
+        if is_computed or node.type in _SUBSTITUTIONS or re.fullmatch(r"\$([$!?\d]|\{\d.*)", text):
             return self._unknown(f"{text} is computed while the job runs: {_WRITE}")
         if node.type == "variable_name" and text not in self._names and not _may_be_unset(node):
             in_job = text in _OF_THE_JOB or text.startswith("SLURM")

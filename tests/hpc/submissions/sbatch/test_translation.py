@@ -150,6 +150,19 @@ def test_arguments_are_those_that_bash_passes(here: Path, lines: list[str], expe
     assert list(script[1:]) == [word.replace("{here}", str(here)) for word in expected]
 
 
+@pytest.mark.parametrize(
+    "word",
+    [
+        "$(touch ran)", "`touch ran`", "<(touch ran)", "${NO:-$(touch ran)}", "$((1 + $(touch ran)))",
+        "$'\\''$(touch ran)", '"a `touch ran`"', "a${PWD#$(touch ran)}b", "${A[$(touch ran)]}",
+    ],
+)  # fmt: skip
+def test_no_command_of_the_script_runs_here(here: Path, word: str) -> None:
+    assert "touch ran" in refused(here, ONE_GPU, f"python train.py {word}")
+    assert "touch ran" in refused(here, ONE_GPU, f"A={word}", "python train.py $A")
+    assert not (here / "ran").exists()
+
+
 def test_variables_stay_in_setup_only_if_a_later_line_uses_them(here: Path) -> None:
     lines = ("ENV=/envs/a", "LR=0.1", "source $ENV/bin/activate", "python train.py --lr $LR")
     found = translated(job(ONE_GPU, *lines), here)
