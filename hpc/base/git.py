@@ -28,13 +28,8 @@ def listed_files(root: Path, *options: str) -> list[str]:
     Raises:
         TorchrelayError: git is missing, or cannot read the repository; the message says why.
     """
-    return _names(_run(root, "ls-files", "-z", *options).stdout)
-
-
-def ignored_files(root: Path, names: list[str]) -> set[str]:
-    """Return those of the names, relative to the repository `root`, that git ignores."""
-    done = _run(root, "check-ignore", "-z", "--stdin", text="\0".join(names), accepted=(0, 1))
-    return set(_names(done.stdout))
+    output = _run(root, "ls-files", "-z", *options)
+    return [name for name in output.decode(errors="surrogateescape").split("\0") if name]
 
 
 def is_listed_as_untracked(path: Path) -> bool:
@@ -42,28 +37,23 @@ def is_listed_as_untracked(path: Path) -> bool:
     return bool(_git(path, "ls-files", "--others", "--exclude-standard", "--directory", "."))
 
 
-def _names(output: bytes) -> list[str]:
-    return [name for name in output.decode(errors="surrogateescape").split("\0") if name]
-
-
 def _git(directory: Path, *arguments: str) -> str | None:
     """Return git's output; None if git is missing or fails, for example outside a repository."""
     try:
-        return _run(directory, *arguments).stdout.decode(errors="surrogateescape")
+        return _run(directory, *arguments).decode(errors="surrogateescape")
     except TorchrelayError:
         return None
 
 
-def _run(
-    directory: Path, *arguments: str, text: str = "", accepted: tuple[int, ...] = (0,)
-) -> subprocess.CompletedProcess[bytes]:
-    """Run git. Raises TorchrelayError, with git's first line, if git is missing or its exit code is not accepted."""
-    data = text.encode(errors="surrogateescape")
+def _run(directory: Path, *arguments: str) -> bytes:
+    """Return the output of git. Raises TorchrelayError, with git's first line, if git is missing or fails."""
     try:
-        done = subprocess.run(["git", *arguments], cwd=directory, input=data, capture_output=True, check=False)
+        done = subprocess.run(
+            ["git", *arguments], cwd=directory, stdin=subprocess.DEVNULL, capture_output=True, check=False
+        )
     except OSError as error:
         raise TorchrelayError(f"git cannot be run ({error.strerror})") from error
-    if done.returncode not in accepted:
+    if done.returncode != 0:
         said = done.stderr.decode(errors="replace").strip().partition("\n")[0]
         raise TorchrelayError(said.removeprefix("fatal: ") or f"git {arguments[0]} failed")
-    return done
+    return done.stdout

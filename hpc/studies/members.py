@@ -21,7 +21,7 @@ from hpc.submissions.options import SubmitOptions, build, submit_flags
 from hpc.submissions.plan import code_of
 from hpc.submissions.resumed_run import options_of as resumed
 from hpc.submissions.resumed_run import resume_run
-from hpc.submissions.user_code.own_code import UserCode, code_in_place, own_environment
+from hpc.submissions.user_code.own_code import UserCode, find_code
 from hpc.supervise.check import SuperviseOptions, check_runs
 
 _SUPERVISE_SECONDS = 60.0
@@ -32,7 +32,7 @@ _NOT_COMMON = {"name", "runs-dir", "config", "dry-run", "wait", "help-all", "jso
 def user_code(options: SubmitOptions) -> UserCode:
     """Return the code that all runs of a group use. Raises UserError if it cannot be found, or no run could start."""
     options.program.resolve()
-    return code_of(options, elsewhere=own_environment(options))
+    return code_of(options, elsewhere=bool(options.python or options.container))
 
 
 class CommonPart(TypedDict):
@@ -113,7 +113,7 @@ def _submit_member(
     flags = change(options.program)
     within = (*spec.script[:1], *flags.script[1:])
     if Path(place).is_absolute():
-        code = code_in_place(Path(place), within, elsewhere=True)
+        code = find_code(Path(place), within, elsewhere=True, in_place=True)
     else:
         record = CodeFiles.load(group.code)
         code = UserCode(

@@ -24,7 +24,7 @@ from hpc.submissions.cluster_choice import choose_cluster, slurm_only
 from hpc.submissions.gpu_use import resolve_device
 from hpc.submissions.options import SubmitOptions
 from hpc.submissions.user_code.code_notes import warnings_of_code
-from hpc.submissions.user_code.own_code import UserCode, code_in_place, find_code, own_environment
+from hpc.submissions.user_code.own_code import UserCode, find_code
 from hpc.submissions.user_python import user_environment
 
 # The shortest --stage-timeout, because an agent may be busy for a moment with deleting old copies and moving files.
@@ -119,15 +119,13 @@ def _check_predecessors(run: RunDir, spec: RunSpec) -> None:
 
 def find_user_code(options: SubmitOptions, spec: RunSpec) -> UserCode:
     """Return the user's code for the run. Raises UserError if it lacks the script."""
-    return code_of(options, elsewhere=own_environment(spec))
+    return code_of(options, elsewhere=bool(spec.python or spec.container))
 
 
 def code_of(options: SubmitOptions, *, elsewhere: bool) -> UserCode:
     """Like `find_user_code`. `elsewhere` says whether the script has a Python environment of its own."""
-    script = options.program.script
-    if options.program.in_place:
-        return code_in_place(Path.cwd(), script, elsewhere=elsewhere)
-    return find_code(Path.cwd(), script, options.runs_dir, elsewhere=elsewhere)
+    flags = options.program
+    return find_code(Path.cwd(), flags.script, options.runs_dir, elsewhere=elsewhere, in_place=flags.in_place)
 
 
 def check_place(run: RunDir, spec: RunSpec) -> None:

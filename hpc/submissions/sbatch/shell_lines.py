@@ -1,182 +1,159 @@
-"""Divides a batch script into commands and words, and expands words, as Bash does. Pure; runs on the login node.
+"""Divides a batch script into commands, and has Bash expand their words. Runs on the login node."""
 
-It knows quotes, comments, continued lines and operators, and the expansion of plain variables. It does not know
-compound commands: for the caller, `for` and `if` are commands like others. The text must be valid Bash (`bash -n`).
-"""
-
-import math
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import shlex
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-_SPACE = re.compile(r"(?:[ \t]|\\\n)+")
-_COMMENT = re.compile(r"#[^\n]*")
-_REDIRECT = re.compile(r"\d*(?:<<<|<<-?|<>|>>|>\||>&|<&|>|<(?!\()|>(?!\())|&>>?")
-_OPERATOR = re.compile(r"&&|\|\||\|&|;;|[;&|\n]")
-_NESTED = {"$(": ")", "<(": ")", ">(": ")", "${": "}"}
-_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::-([^}$`'\"\\]*))?\})")
-_ARITHMETIC = re.compile(r"\$\(\(([\w\s${}*+]+)\)\)")
-_ARGUMENTS = {"$@", '"$@"', "$*", '"$*"'}  # sbatch FILE passes none, so Bash drops these words
-_BRACES = re.compile(r"\{[^{}]*(,|\.\.)[^{}]*\}")
-_SPECIAL_IN_QUOTES = '$`"\\\n'
-_COMPUTED = "is computed while the job runs: write its value"
+import tree_sitter_bash
+from tree_sitter import Language, Node, Parser
+
+from hpc.base.errors import UserError
+
+_BASH = Parser(Language(tree_sitter_bash.language()))
+_COMMANDS = {"command", "declaration_command", "unset_command", "variable_assignment", "variable_assignments"}
+_REDIRECTS = {"file_redirect", "heredoc_redirect", "herestring_redirect"}
+_SUBSTITUTIONS = {"command_substitution", "process_substitution"}
+# Variables of each shell, or of this machine, whose values the job does not have.
+_OF_THE_JOB = {"TMPDIR", "RANDOM", "HOSTNAME", "SECONDS", "EPOCHSECONDS", "BASH_SOURCE", "BASH_ENV"}
+# Stands in a word for what is known only in the job. The number is that of the reason.
+_UNKNOWN = re.compile("\ue000(\\d+)\ue000")
+_ADVICE = {
+    "SLURM_JOB_ID": "write {run_dir}, the run's own directory", "TMPDIR": "write {data}, the node's copy of --data",
+    "SLURM_TMPDIR": "write {data}, the node's copy of --data", "SLURM_ARRAY_TASK_ID": "submit one run per setting",
+}  # fmt: skip
+_WRITE = "write its value, or have the script read what torchrun sets (MASTER_ADDR, RANK, WORLD_SIZE)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """A simple command of a statement."""
-
-    words: tuple[str, ...]
-    """The words as they are written, with their quotes."""
-    redirects: tuple[str, ...]
-    """The redirections as they are written, without spaces: `2>&1`, `>log.txt`."""
-    operator: str
-    """The operator after the command: `&&`, `||`, `|`, `|&`, `&`; empty at the end of the statement."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Statement:
-    """Commands that operators connect. A statement ends with its line, or at `;` or `&`."""
+    """A simple command. A compound one has no words."""
 
     line: int
-    """The number of its first line in the file."""
     text: str
-    """The statement as it is written, without comments, in one line if no quoted text has several lines."""
-    commands: tuple[Command, ...]
+    """The command as it is written, in one line if no quoted text has several."""
+    words: tuple[Node, ...] = ()
+    redirects: tuple[str, ...] = ()
+    operator: str = ""
+    """The operator before the command; of a statement's first command, `&` if the statement runs in the background."""
 
 
-def statements(text: str, first_line: int = 1) -> Iterator[Statement]:
-    """Yield the statements of a script."""
-    commands, words, redirects = list[Command](), list[str](), list[str]()
-    at, start, end = 0, None, 0
-    text += "\n"
-    while at < len(text):
-        if match := _SPACE.match(text, at) or _COMMENT.match(text, at):
-            at = match.end()
-            continue
-        start = at if start is None and text[at] != "\n" else start
-        if match := _REDIRECT.match(text, at):
-            space = _SPACE.match(text, match.end())
-            target = space.end() if space else match.end()
-            at = end = _word_end(text, target)
-            redirects.append(match[0] + text[target:end])
-        elif match := _OPERATOR.match(text, at):
-            at, operator = match.end(), match[0]
-            if operator == "\n" and not words and commands and commands[-1].operator not in {"", "&"}:
-                continue  # the statement goes on after an operator at the end of the line
-            if words or redirects:
-                after = "" if operator in {"\n", ";", ";;"} else operator
-                commands.append(Command(words=tuple(words), redirects=tuple(redirects), operator=after))
-                words, redirects = [], []
-            if operator in {"\n", ";", ";;", "&"} and commands:
-                line = first_line + text.count("\n", 0, start)
-                joined = re.sub(r"[ \t]*\\\n[ \t]*", " ", text[start:end])
-                yield Statement(line=line, text=joined, commands=tuple(commands))
-                commands, start = [], None
-        else:
-            begin, at = at, max(_word_end(text, at), at + 1)
-            end = at
-            words.append(text[begin:end])
+def text_of(node: Node) -> str:
+    """Return the text of a node as it is written, with continued lines as one line."""
+    return re.sub(r"[ \t]*\\\n[ \t]*", " ", (node.text or b"").decode())
 
 
-def _word_end(text: str, at: int) -> int:
-    """Return the index after the word that begins at `at`."""
-    while at < len(text) and (text[at] not in " \t\n;&|<>" or text[at : at + 2] in _NESTED):
-        at = _after(text, at)
-    return at
+def statements(text: str, first_line: int = 1) -> Iterator[list[Command]]:
+    """Yield the commands that operators connect, statement by statement. The text must be valid Bash (`bash -n`)."""
+    nodes = _BASH.parse(text.encode()).root_node.children
+    for node, after in zip(nodes, [*nodes[1:], None], strict=True):
+        if node.is_named and node.type != "comment":
+            commands = _flat(node, first_line)
+            is_background = after is not None and after.type == "&"
+            yield [replace(commands[0], operator="&" * is_background), *commands[1:]]
 
 
-def _after(text: str, at: int) -> int:
-    """Return the index after the character at `at`, or after the quoted or nested text that it begins."""
-    character, two = text[at], text[at : at + 2]
-    if character == "\\":
-        return at + 2
-    if character in "'`":
-        return (text.find(character, at + 1) + 1) or len(text)
-    if character == '"':
-        at += 1
-        while at < len(text) and text[at] != '"':
-            is_special = text[at] in "\\`" or text[at : at + 2] in {"$(", "${"}
-            at = _after(text, at) if is_special else at + 1
-        return at + 1
-    if closing := _NESTED.get(two) or (")" if character == "(" else None):
-        at += 1 if character == "(" else 2
-        while at < len(text) and text[at] != closing:
-            at = _after(text, at)
-    return at + 1
+def _flat(node: Node, first_line: int) -> list[Command]:
+    """Return the commands of a statement."""
+    if node.type in {"list", "pipeline"}:
+        commands, operator = list[Command](), ""
+        for child in node.children:
+            if child.is_named:
+                first, *others = _flat(child, first_line)
+                commands += [replace(first, operator=operator), *others]
+            operator = child.type
+        return commands
+    if node.type == "redirected_statement" and node.children[0].type not in _REDIRECTS:
+        *commands, last = _flat(node.children[0], first_line)
+        redirects = tuple(map(text_of, node.children[1:]))
+        return [*commands, replace(last, text=" ".join((last.text, *redirects)), redirects=redirects)]
+    is_simple = node.type in _COMMANDS
+    words = [child for child in node.children if child.type not in _REDIRECTS] if is_simple else []
+    words = [node] if node.type == "variable_assignment" else words
+    return [Command(line=first_line + node.start_point.row, text=text_of(node), words=tuple(words))]
 
 
-def expand(
-    word: str, value_of: Callable[[str], str | None], unknown: Callable[[str], str], *, splits: bool = True
-) -> list[str]:
-    """Return the fields to which Bash would expand a word: usually one, but none or several for unquoted variables.
+class BashWords:
+    """Has Bash expand words with the values that variables have at their place in the script.
+
+    Bash runs the assignments and changes of the directory before it, but no other command and no command substitution.
 
     Args:
-        word: the word as it is written.
-        value_of: returns the value of a variable; None if it is not set.
-        unknown: returns a text without spaces that stands for what cannot be expanded. Its argument is the reason.
-        splits: whether Bash divides values into fields, as it does unless the word is assigned to a variable.
+        directory: the directory in which the script starts.
+        environment: the variables of the user's shell, which sbatch passes on.
+        values: further variables of the job.
     """
-    if word in _ARGUMENTS:
-        return []
-    fields = [""]
-    for piece, is_quoted, is_literal in _pieces(word):
-        if is_literal:
-            fields[-1] += piece
-        elif match := _VARIABLE.fullmatch(piece):
-            value = value_of(match[1] or match[2])
-            value = match[3] if value is None else value
-            if value is None:
-                value = unknown(f"{piece} is set neither in the file nor in this shell: write its value")
-            first, *more = re.split(r"[ \t\n]+", value) if splits and not is_quoted else [value]
-            fields[-1] += first
-            fields += more
-        elif match := _ARITHMETIC.fullmatch(piece):
-            fields[-1] += _sum(match[1], value_of) or unknown(f"{word} {_COMPUTED}")
-        elif piece.startswith(("$(", "${", "`", "$'")):
-            fields[-1] += unknown(f"{word} {_COMPUTED}")
-        elif not is_quoted and (piece in {"*", "?"} or _BRACES.fullmatch(piece)):
-            fields[-1] += unknown(
-                f"{word} is a pattern, which hpc submit does not expand: quote it, or write the names"
-            )
-        else:
-            fields[-1] += piece
-    has_quotes = "'" in word or '"' in word
-    return fields if has_quotes else [field for field in fields if field]
+
+    def __init__(self, directory: Path, environment: Mapping[str, str], values: Mapping[str, str]) -> None:
+        self._start, self._reasons = directory, list[str]()
+        self._environment = {
+            name: value for name, value in environment.items() if not (name in _OF_THE_JOB or name.startswith("SLURM"))
+        }
+        self._names = {*self._environment, *values, "PWD", "UID"}
+        self._program = [f"{name}={shlex.quote(value)}" for name, value in values.items()]
+
+    def assign(self, command: Command, names: Sequence[str]) -> None:
+        """Set variables as a command does. What Bash cannot compute is unknown."""
+        masked = shlex.quote(" ".join(map(self._masked, command.words)))
+        unknown = self._unknown(f"`{command.text}` is computed while the job runs: {_WRITE}")
+        otherwise = "; ".join([":", *(f"{name}={unknown}" for name in names)])
+        self._program.append(f"eval {masked} 2>/dev/null || {{ {otherwise}; }}")
+        self._names |= set(names)
+
+    def change_directory(self, path: Path) -> None:
+        """Expand further words in another directory."""
+        self._program.append(f"cd {shlex.quote(str(path))}")
+
+    def expand(self, words: Sequence[Node]) -> list[str]:
+        """Return the fields to which Bash expands words: see `check`. Raises UserError if Bash fails."""
+        masked = " ".join(map(self._masked, words))
+        done = subprocess.run(
+            ["bash", "-c", "\n".join([*self._program, f"printf '%s\\0' - {masked}"])], cwd=self._start,
+            env=self._environment, capture_output=True, text=True, errors="surrogateescape", check=False,
+        )  # fmt: skip
+        if done.returncode != 0:
+            raise UserError(f"`{' '.join(map(text_of, words))}` is computed while the job runs: {_WRITE}")
+        return done.stdout.split("\0")[1:-1]
+
+    def check(self, *fields: str) -> None:
+        """Raise UserError, with the reason, if a field is known only in the job."""
+        for field in fields:
+            if match := _UNKNOWN.search(field):
+                raise UserError(self._reasons[int(match[1])])
+
+    def _unknown(self, reason: str) -> str:
+        self._reasons.append(reason)
+        return f"\ue000{len(self._reasons) - 1}\ue000"
+
+    def _masked(self, node: Node) -> str:
+        """Return the text of a node without command substitutions, after setting what only the job knows."""
+        text = text_of(node)
+        # The parser leaves the patterns of expansions unparsed: ${NAME#$(COMMAND)}.
+        is_computed = node.type == "expansion" and re.search(r"\$\(|`|[<>]\(", text)
+        if is_computed or node.type in _SUBSTITUTIONS or re.fullmatch(r"\$([$!?\d]|\{\d.*)", text):
+            return self._unknown(f"{text} is computed while the job runs: {_WRITE}")
+        if node.type == "variable_name" and text not in self._names and not _may_be_unset(node):
+            in_job = text in _OF_THE_JOB or text.startswith("SLURM")
+            where = "known only in the job" if in_job else "set neither in the file nor in this shell"
+            reason = f"${text} is {where}: {_ADVICE.get(text, _WRITE)}"
+            self._program.append(f"unset {text}; {text}={self._unknown(reason)}")
+            self._names.add(text)
+        parts, at = list[bytes](), node.start_byte
+        source = node.text or b""
+        for child in node.children:
+            parts += [source[at - node.start_byte : child.start_byte - node.start_byte], self._masked(child).encode()]
+            at = child.end_byte
+        return b"".join((*parts, source[at - node.start_byte :])).decode()
 
 
-def _pieces(word: str) -> Iterator[tuple[str, bool, bool]]:
-    """Yield the parts of a word without quotes; whether each is in double quotes; whether Bash leaves it unchanged."""
-    at, is_quoted = 0, False
-    if re.match(r"~(/|$)", word):
-        yield str(Path.home()), False, True
-        at = 1
-    while at < len(word):
-        character, end = word[at], at + 1
-        if character == '"':
-            is_quoted = not is_quoted
-        elif character == "'" and not is_quoted:
-            end = _after(word, at)
-            yield word[at + 1 : end - 1], False, True
-        elif character == "\\":
-            end += 1
-            keeps = is_quoted and word[at + 1] not in _SPECIAL_IN_QUOTES
-            yield word[at + (not keeps) : end].removeprefix("\n"), is_quoted, True
-        else:
-            match = _VARIABLE.match(word, at) or (None if is_quoted else _BRACES.match(word, at))
-            quote = 1 if word[at : end + 1] == "$'" and not is_quoted else 0
-            end = match.end() if match else _after(word, at + quote) if character in "$`" else end
-            yield word[at:end], is_quoted, False
-        at = end
-
-
-def _sum(expression: str, value_of: Callable[[str], str | None]) -> str | None:
-    """Return the value of a sum of products of whole numbers and variables; None if one is not a whole number."""
-    values = [
-        [name if name.isdigit() else value_of(name) or "" for name in (part.strip(" ${}") for part in term.split("*"))]
-        for term in expression.split("+")
-    ]
-    if not all(value.isdigit() for term in values for value in term):
-        return None
-    return str(sum(math.prod(map(int, term)) for term in values))
+def _may_be_unset(variable: Node) -> bool:
+    """Return whether a name stands where it gets a value, or has a default."""
+    parent = variable.parent
+    while parent and parent.type == "subscript":
+        parent = parent.parent
+    is_set = parent is not None and parent.type in {"variable_assignment", "declaration_command", "unset_command"}
+    return is_set or (
+        parent is not None and any(child.type.lstrip(":") in {"-", "=", "+"} for child in parent.children)
+    )

@@ -1,6 +1,6 @@
-"""Reads the statements of a batch script in their order, and remembers what they do. Pure; runs on the login node.
+"""Reads the commands of a batch script in their order, and remembers what they do. Runs on the login node.
 
-A statement becomes a line of --setup, starts the training, is left out because it does nothing for the ranks, or is
+A command becomes a line of --setup, starts the training, is left out because it does nothing for the ranks, or is
 refused. A variable has the value that it has at its place in the script.
 """
 
@@ -12,62 +12,29 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc.base.errors import UserError
-from hpc.submissions.sbatch.batch_options import COUNTS, LAYOUT_VARIABLES
-from hpc.submissions.sbatch.launch_line import Launch, ShellText, is_launcher, read_launch, without_srun
-from hpc.submissions.sbatch.shell_lines import Command, Statement, expand, statements
+from hpc.submissions.sbatch.batch_options import COUNTS
+from hpc.submissions.sbatch.launch_line import Launch, read_launch, read_program
+from hpc.submissions.sbatch.shell_lines import BashWords, Command, statements, text_of
 
 # Commands that change the environment of the ranks, or limits that they inherit.
-_SETUP = {"module", "ml", "source", ".", "conda", "mamba", "micromamba", "eval", "unset", "ulimit", "umask"}
-# Commands that only print something, or that have no meaning for a run.
-_PRINTS = {
-    ":", "cat", "date", "df", "du", "echo", "env", "free", "hostname", "ibstat", "id", "ip", "ls", "lscpu", "nproc",
-    "nvcc", "nvidia-smi", "printenv", "printf", "ps", "pwd", "rocm-smi", "sacct", "scontrol", "seff", "set", "shopt",
-    "sleep", "squeue", "sstat", "true", "type", "uname", "uptime", "wait", "which", "whoami",
-}  # fmt: skip
-_FILTERS = {"awk", "cut", "grep", "head", "sed", "sort", "tail", "tr", "uniq", "wc"}
-_ENDS = {"exit", "deactivate", "conda", "module", "ml"}  # may stand after the program
-_REFUSED = {
-    **dict.fromkeys(
-        ("for", "while", "until", "select"), "is a loop: submit a run for each turn, or write its lines out"
-    ),
-    **dict.fromkeys(("if", "case", "[", "[[", "test"), "is a condition: delete it, and keep the lines that apply"),
-    **dict.fromkeys(("function", "{", "((", "let", "local"), "is not a plain command: write plain commands alone"),
-    **dict.fromkeys(
-        ("cp", "rsync", "tar", "unzip", "sbcast"),
-        "copies files: delete it, and type --data PATH if it copies data to the nodes",
-    ),
-    **dict.fromkeys(
-        ("pip", "pip3", "virtualenv"),
-        "makes an environment in the job: make it once on shared storage, and type --python ENV/bin/python",
-    ),
-    "trap": "handles a signal: delete it, because the ranks get the signal, and the run continues by itself",
-    "exit": "ends the script: delete it",
-    "sbatch": "submits another job: use hpc submit --after-ok NAME",
-}
-# The rendezvous, which torchrun sets up by itself: names of variables, and what their values are made of.
-_RENDEZVOUS = re.compile(
-    r"(MASTER|MAIN|HEAD)_?(NODE|PROCESS|ADDR|ADDRESS|PORT|IP|HOST).*|.*RDZV.*|(LOCAL_)?WORLD_?SIZE|"
-    r"((NODE|LOCAL|GROUP|MACHINE|GLOBAL)_)?RANK|NODES(_?(ARRAY|LIST))?|HOST(NAME|LIST)?S?",
-    re.IGNORECASE,
+_SETUP = re.compile(
+    r"(module|ml|source|\.|conda|mamba|micromamba|eval|unset|ulimit|umask|mkdir -p|mapfile|readarray|read)\s"
 )
-_OF_RENDEZVOUS = "is a part of the rendezvous, which torchrun sets up: have the script read MASTER_ADDR, or use env://"
-_ABOUT_NODES = re.compile(r"scontrol\s+show\s+host|\bSLURM_(JOB_)?NODELIST\b|\bhostname\b|SLURMD_NODENAME")
-_ASSIGNMENT = re.compile(r"(\w+)(?:\[[^]]*\])?\+?=(.*)", re.DOTALL)
+# Commands that only print something, or that have no meaning for a run.
+_PRINTS = re.compile(
+    r"(:|awk|cat|cut|date|df|du|echo|free|grep|head|hostname|ibstat|id|ip|ls|lscpu|nproc|nvcc|nvidia-smi|printenv|"
+    r"printf|ps|pwd|rocm-smi|sacct|scontrol|sed|seff|set|shopt|sleep|sort|squeue|sstat|tail|tr|true|type|uname|uniq|"
+    r"uptime|wait|wc|which|whoami)(\s|$)|python[\d.]* (-V|--version|-c .*print\()|env$|$"
+)
+_AFTER_PROGRAM = re.compile(r"(exit|deactivate|conda|module|ml)(\s|$)")
+# Variables that torchrun sets for the ranks, or that only its options use.
+_RENDEZVOUS = re.compile(r"MASTER_(ADDR|PORT)|(LOCAL_)?WORLD_SIZE|((NODE|LOCAL|GROUP)_)?RANK|.*RDZV.*")
 _PER_TASK = re.compile(r"\bSLURM_(PROCID|LOCALID|NODEID)\b")
-# A line of --setup that depends on the directory in which it runs.
-_RELATIVE = re.compile(r"(source|\.)\s+[\"']?[^/~$\"'\s]|>|cd ")
-_HERE_DOCUMENT = re.compile(r"\d*<<(?!\()")
 _WRITES = re.compile(r"(\d*|&)>(?!&|>?\s*/dev/(null|std(err|out))$)")
-_COUNT = re.compile(r"'[^']*'|\\.|\$(?:(SLURM_\w+)|\{(SLURM_\w+)(?::-([^}]*))?\})")
-# Variables of the shell whose values the job does not have.
-_OF_THE_JOB = {"TMPDIR", "RANDOM", "HOSTNAME", "SECONDS", "BASH_SOURCE", "EPOCHSECONDS"}
-_INSTEAD = {
-    **dict.fromkeys(("SLURM_JOB_ID", "SLURM_JOBID"), "write {run_dir}, the run's own directory"),
-    **dict.fromkeys(("SLURM_TMPDIR", "TMPDIR"), "write {data}, the node's copy of --data"),
-    "SLURM_ARRAY_TASK_ID": "submit one run per setting",
-}
-# Stands in a word for what is known only in the job. The number is that of the reason.
-_UNKNOWN = re.compile("\0(\\d+)\0")
+# A line of --setup that depends on the directory in which it runs.
+_RELATIVE = re.compile(r"(source|\.)\s+[\"']?[^/~$\"'\s]|>|cd |mkdir")
+_VALUE = re.compile(r"'[^']*'|\\.|\$(?:(SLURM_\w+)|\{(SLURM_\w+)(?::-([^}]*))?\})")
+_IN_LOGS = "hpc logs prints the output"
 _SHOWN = 60  # characters of a line in a message
 
 
@@ -87,250 +54,169 @@ class StatementReader:
     Args:
         directory: the directory in which the script starts.
         environment: the variables of the user's shell, which sbatch passes on.
-        values: further variables of the job.
+        values: Slurm's variables that follow from the options of the batch script; empty if no option sets one.
     """
 
     def __init__(self, directory: Path, environment: Mapping[str, str], values: Mapping[str, str]) -> None:
-        self.setup, self.notes = list[SetupLine](), list[str]()
+        self.setup, self.notes = list[SetupLine](), list[tuple[int, str]]()
         self.launch: Launch | None = None
         self.launch_line = 0
         self.directory = self._start = directory
-        self._exported = set(environment)
-        self._values, self._reasons = {**environment, **values}, list[str]()
-        self._left_out = set[str]()
-        self._in_step = False
+        self._exported, self._values = set(environment), values
+        self._words = BashWords(directory, environment, {name: value for name, value in values.items() if value})
 
-    def read(self, lines: Iterable[Statement]) -> None:
+    def read(self, lines: Iterable[Sequence[Command]]) -> None:
         """Read statements. Raises UserError, with the number of the line, at the first that is not understood."""
-        for statement in lines:
+        for commands in lines:
             try:
-                self._read(statement)
+                self._read(commands)
             except UserError as error:
                 text = str(error)
-                raise UserError(text if text.startswith("line ") else f"line {statement.line}: {text}") from error
+                raise UserError(text if text.startswith("line ") else f"line {commands[0].line}: {text}") from error
 
     def used_setup(self) -> list[SetupLine]:
-        """Return the lines of --setup without variables that nothing but the program's command line uses."""
+        """Return the lines of --setup without variables that nothing but the line of the program uses."""
         used = list[SetupLine]()
         for line in reversed(self.setup):
             if line.sets is None or any(re.search(rf"\b{line.sets}\b", later.text) for later in used):
                 used.insert(0, line)
+            else:
+                self._note(line.line, line.text, "nothing but the line of the program uses it")
         return used
 
-    def _read(self, statement: Statement) -> None:
-        commands, line, text = statement.commands, statement.line, statement.text
-        operators = {command.operator for command in commands[:-1]}
-        first, *others = (command.words[0] if command.words else "" for command in commands)
-        if commands[-1].operator == "&":
-            raise UserError(f"{_short(text)} runs in the background (&): delete & and wait")
-        if any(_HERE_DOCUMENT.match(redirect) for command in commands for redirect in command.redirects):
+    def _read(self, commands: Sequence[Command]) -> None:
+        first, *others = commands
+        text = " ".join([first.text, *(f"{command.operator} {command.text}" for command in others)])
+        operators = {command.operator for command in others}
+        if first.operator == "&":
+            raise UserError(f"{_short(text)} runs in the background: delete & and wait")
+        if any("<<" in redirect for command in commands for redirect in command.redirects):
             raise UserError("a here-document (<<) is not understood: write its text into a file")
-        if operators <= {"&&"}:
+        if operators == {"||"} and all(command.text.startswith("exit") for command in others):
+            self._read([first])  # each line of --setup must succeed
+        elif self.launch is None and all(_SETUP.match(command.text) or command.text == "true" for command in commands):
+            for command in (command for command in commands if command.text.startswith("unset")):
+                self._words.assign(command, [])
+            self._add_setup(first.line, text)
+        elif operators <= {"&&"}:
             for command in commands:
-                self._command(command, line, text if len(commands) == 1 else _text(command))
-        elif operators == {"||"} and others == ["exit"]:  # each line of --setup must succeed: an exit says nothing more
-            self._command(commands[0], line, _text(commands[0]))
-        elif operators == {"||"} and others == ["true"] and first in _SETUP:
-            self._add_setup(line, text)
-        elif operators <= {"|", "|&"} and first in _PRINTS and set(others) <= _FILTERS | _PRINTS:
-            self._note(line, text, "changes nothing for the ranks")
-        elif operators <= {"|", "|&"} and set(others) == {"tee"} and first not in _PRINTS:
-            self._command(commands[0], line, _text(commands[0]))
-            self._note(line, _text(commands[-1]), "hpc logs prints the output")
+                self._command(command)
+        elif operators <= {"|", "|&"} and all(_prints(command) for command in commands):
+            self._note(first.line, text, "changes nothing for the ranks")
+        elif (
+            operators <= {"|", "|&"}
+            and all(command.text.startswith("tee ") for command in others)
+            and not _prints(first)
+        ):
+            self._command(first)
+            self._note(first.line, others[0].text, _IN_LOGS)
         else:
+            raise UserError(f"{_short(text)}: hpc submit does not understand {' '.join(operators)} here: delete it")
+
+    def _command(self, command: Command) -> None:
+        words, text = command.words, command.text
+        if not words:
             raise UserError(
-                f"{_short(text)}: hpc submit does not understand {' '.join(sorted(operators))} here: delete it"
+                f"{_short(text)} is more than a plain command: write plain commands, and submit a run for each turn of "
+                "a loop"
             )
-
-    def _command(self, command: Command, line: int, text: str) -> None:
-        """Read a simple command. `text` is the command as --setup would have it."""
-        words = command.words
-        assigned = next((at for at, word in enumerate(words) if not _ASSIGNMENT.fullmatch(word)), len(words))
-        if assigned == len(words) or words[0] in {"export", "readonly"}:
-            self._assign(words, line, text)
-            return
-        for word in words[:assigned]:  # VAR=value before a program
-            self._assign(("export", word), line, f"export {word}")
-        name, fields = words[assigned], [field for word in words[assigned:] for field in self._fields(word)]
-        if not fields or name.startswith("(") or name.endswith("()"):
-            raise UserError(f"{_short(text)} is a function or a subshell: write plain commands alone")
-        if fields == ["exec"]:
-            self._note(line, text, "hpc logs prints the output")
-        elif _is_print(without_srun(fields, line)):
-            self._print(command, line, text)
-        elif self.launch is not None and name in _ENDS:
-            self._note(line, text, "comes after the program")
-        elif is_launcher(fields) and name not in _REFUSED:
-            self._launch(fields, line, text)
-            if any(re.match(r"\d*<", redirect) for redirect in command.redirects):
-                raise UserError(f"{_short(text)} reads its input from <: give the file as an argument of the script")
-            if command.redirects:
-                self._note(line, " ".join(command.redirects), "hpc logs prints the output")
-        else:
-            self._other_command(fields, line, text)
-
-    def _other_command(self, fields: Sequence[str], line: int, text: str) -> None:
-        """Read a command that starts no program of a training."""
-        name = fields[0]
-        if name in {"mapfile", "readarray", "read"} and _ABOUT_NODES.search(text):
-            self._left_out.update(fields[1:])
-            self._note(line, text, "torchrun sets up the rendezvous")
-            return
-        if name in _REFUSED:
-            raise UserError(f"{_short(text)} {_REFUSED[name]}")
-        if self.launch is not None:
-            raise UserError(f"{_short(text)} comes after the program of line {self.launch_line}: do it after the run")
-        if name in _SETUP:
-            self._add_setup(line, text)
-        elif name == "cd":
-            self._change_directory(fields[1:], line)
-        elif name == "mkdir":
-            if all(field.startswith(("/", "-")) for field in fields[1:]):
-                self._add_setup(line, text)
-            else:
-                self._note(line, text, "type it before hpc submit if the training needs the directory")
-        else:
+        if words[0].type in {"export", "readonly"} or all(word.type == "variable_assignment" for word in words):
+            self._assign(command)
+        elif _prints(command):
+            self._note(command.line, text, "changes nothing for the ranks")
+        elif words[0].type == "command_name" and text_of(words[0]) == "exec" and len(words) == 1:
+            self._note(command.line, text, _IN_LOGS)
+        elif self.launch is not None and _AFTER_PROGRAM.match(text):
+            self._note(command.line, text, "comes after the program")
+        elif self.launch is not None:
             raise UserError(
-                f"{_short(text)}: hpc submit does not know what {name} does: delete the line, and type it as --setup "
-                "if it must run on the first node before the training"
+                f"{_short(text)} comes after the program of line {self.launch_line}: do it after the run, or submit a "
+                "run for each program"
             )
+        elif text_of(words[0]) == "cd":
+            self._change_directory(command)
+        else:
+            prefix = ["env"] if words[0].type == "variable_assignment" else []
+            self._launch(command, read_launch([*prefix, *self._words.expand(words)], command.line))
 
-    # --- variables ---
-
-    def _value_of(self, name: str) -> str | None:
-        if name == "PWD":
-            return str(self.directory)
-        if name.isdigit():
-            return self._unknown(f"${name} is an argument of the batch script, and sbatch passes none: write its value")
-        if name in self._values and name not in _OF_THE_JOB:
-            return self._values[name]
-        if name in self._left_out:
-            return self._unknown(f"${name} {_OF_RENDEZVOUS}")
-        if name in _OF_THE_JOB or (name.startswith("SLURM") and name not in LAYOUT_VARIABLES):
-            return self._unknown(f"${name} is known only in the job: {_INSTEAD.get(name, 'write its value')}")
-        return None
-
-    def _unknown(self, reason: str) -> str:
-        self._reasons.append(reason)
-        return f"\0{len(self._reasons) - 1}\0"
-
-    def _fields(self, word: str) -> list[str]:
-        return expand(word, self._value_of, self._unknown)
-
-    def _check_is_known(self, *words: str) -> None:
-        """Raise UserError if the value of a word is known only in the job."""
-        for word in words:
-            if match := _UNKNOWN.search(word):
-                raise UserError(self._reasons[int(match[1])])
-
-    def _assign(self, words: Sequence[str], line: int, text: str) -> None:
+    def _assign(self, command: Command) -> None:
         """Read assignments, after `export` or alone. Those of the rendezvous are left out."""
-        exports, kept = words[0] == "export", list[str]()
-        for word in words[words[0] in {"export", "readonly"} :]:
-            match = _ASSIGNMENT.fullmatch(word)
-            if match and self._set(match[1], match[2], word):
-                self._left_out.add(match[1])
-                self._note(line, f"export {word}" if exports else word, "torchrun sets up the rendezvous")
-                continue
-            if match and self._in_step and _PER_TASK.search(match[2]):
+        exports, kept, names = command.words[0].type == "export", list[str](), list[str]()
+        for word in map(text_of, command.words[command.words[0].type in {"export", "readonly"} :]):
+            names.append(re.split(r"\W", word)[0])
+            if _RENDEZVOUS.fullmatch(names[-1]):
+                self._note(command.line, "export " * exports + word, "torchrun sets up the rendezvous")
+            elif exports and _PER_TASK.search(word):
                 raise UserError(f"{word} differs in each task: have the script read LOCAL_RANK and RANK")
-            kept.append(word)
-            if exports:
-                self._exported.add(match[1] if match else word)
-        names = {re.split(r"\W", word)[0] for word in kept}
+            else:
+                kept.append(word)
+        self._words.assign(command, names)
+        self._exported |= set(names) if exports else set()
         if kept:
-            alone = names.pop() if len(names) == 1 and not names & self._exported else None
-            text = text if len(kept) >= len(words) - 1 else " ".join(["export"] * exports + kept)
-            self.setup.append(SetupLine(line=line, text=self._with_counts(text), sets=alone))
+            alone = names[0] if len(names) == 1 and names[0] not in self._exported else None
+            self._add_setup(command.line, "export " * exports + " ".join(kept), alone)
 
-    def _set(self, name: str, written: str, word: str) -> bool:
-        """Remember the value of a variable. Returns whether the variable is a part of the rendezvous."""
-        if word.startswith(f"{name}=") and not written.startswith("("):
-            # Bash does not divide an assigned value into fields.
-            value = "".join(expand(written, self._value_of, self._unknown, splits=False))
+    def _launch(self, command: Command, launch: Launch) -> None:
+        """Read a command that may start the training."""
+        self._words.check(*launch.words[:1])
+        if _PRINTS.match(" ".join(launch.words)):
+            self._note(command.line, command.text, "changes nothing for the ranks")
+            return
+        if (text := launch.shell_text) is None:
+            self.launch, self.launch_line = read_program(launch, command.line), command.line
         else:
-            value = self._unknown(f"{_short(word)} is not a plain value: write its value where it is used")
-        is_of_rendezvous = bool(_RENDEZVOUS.fullmatch(name) or _ABOUT_NODES.search(written))
-        if is_of_rendezvous and _UNKNOWN.search(value):
-            value = self._unknown(f"${name} {_OF_RENDEZVOUS}")
-        self._values[name] = value
-        return is_of_rendezvous or ("$" in written and bool(self._left_out & set(re.findall(r"\w+", written))))
+            self._words.check(text)
+            self.read(statements(text, command.line))
+            if self.launch is None:
+                raise UserError(f"{_short(command.text)} starts no training: write srun python train.py")
+            step = (
+                None if self.launch.step is launch.step is None else (*(launch.step or ()), *(self.launch.step or ()))
+            )
+            self.launch = replace(self.launch, step=step, exports=(*launch.exports, *self.launch.exports))
+        counts = (option.value for option in self.launch.step or () if option.name in COUNTS)
+        exports = (value for _, value in self.launch.exports)
+        self._words.check(*self.launch.script, *exports, *counts, self.launch.container or "")
+        if any(redirect.startswith("<") for redirect in command.redirects):
+            raise UserError(
+                f"{_short(command.text)} reads its input from <: give the file as an argument of the script"
+            )
+        if command.redirects:
+            self._note(command.line, " ".join(command.redirects), _IN_LOGS)
 
-    def _with_counts(self, text: str) -> str:
-        """Replace Slurm's numbers of tasks and CPUs, which are those of the batch script and not those of our job."""
-
-        def count(match: re.Match[str]) -> str:
-            name = match[1] or match[2]
-            return self._values.get(name) or match[3] or "" if name in LAYOUT_VARIABLES else match[0]
-
-        return _COUNT.sub(count, text)
-
-    # --- commands ---
-
-    def _add_setup(self, line: int, text: str) -> None:
-        self.setup.append(SetupLine(line=line, text=self._with_counts(text)))
-
-    def _note(self, line: int, text: str, reason: str) -> None:
-        self.notes.append(f"left out line {line}: {_short(text)}: {reason}")
-
-    def _print(self, command: Command, line: int, text: str) -> None:
-        if not any(map(_WRITES.match, command.redirects)):
-            self._note(line, text, "changes nothing for the ranks")
-        elif self.launch is None and "srun" not in command.words:
-            self._add_setup(line, text)
-        else:
-            raise UserError(f"{_short(text)} writes a file: delete it")
-
-    def _change_directory(self, fields: Sequence[str], line: int) -> None:
-        target = next(iter(fields), str(Path.home()))
-        self._check_is_known(target)
+    def _change_directory(self, command: Command) -> None:
+        target = next(iter(self._words.expand(command.words[1:])), str(Path.home()))
+        self._words.check(target)
         directory = Path(os.path.normpath(self.directory / target))
         if not directory.is_dir():
             raise UserError(f"cd {target}: there is no such directory here: write one that this machine has, too")
         if directory != self.directory and any(_RELATIVE.search(line.text) for line in self.setup):
             # The job starts in the last directory. The lines before this one need theirs.
-            begin = [SetupLine(line=line, text=f"cd {shlex.quote(str(self._start))}")] * (self.directory == self._start)
-            self.setup = [*begin, *self.setup, SetupLine(line=line, text=f"cd {shlex.quote(str(directory))}")]
+            first, then = (
+                SetupLine(line=command.line, text=f"cd {shlex.quote(str(path))}") for path in (self._start, directory)
+            )
+            self.setup = [*[first] * (self.directory == self._start), *self.setup, then]
         self.directory = directory
+        self._words.change_directory(directory)
 
-    def _launch(self, fields: Sequence[str], line: int, text: str) -> None:
-        if self.launch is not None:
-            raise UserError(f"{_short(text)} is a second program after line {self.launch_line}: submit a run for each")
-        self._check_is_known(fields[0])
-        launch = read_launch(fields, line)
-        step = launch.step or ()
-        self._check_is_known(*(option.value for option in step if option.name in COUNTS))
-        if isinstance(launch, ShellText):
-            self._read_text(launch, line, text)
-        else:
-            self._check_is_known(*launch.script, *launch.exports, launch.python, launch.container or "")
-            self.launch, self.launch_line = launch, line
+    def _add_setup(self, line: int, text: str, sets: str | None = None) -> None:
+        """Add a line with the numbers of the batch script in place of Slurm's variables, which are those of our job."""
 
-    def _read_text(self, shell: ShellText, line: int, text: str) -> None:
-        """Read the statements of `bash -c`, perhaps in a step of srun."""
-        self._check_is_known(shell.text)
-        self._in_step = shell.step is not None
-        self.read(statements(shell.text, line))
-        self._in_step = False
-        if self.launch is None:
-            raise UserError(f"{_short(text)} starts no training: write srun python train.py")
-        if shell.step is not None:
-            self.launch = replace(self.launch, step=(*shell.step, *(self.launch.step or ())))
+        def value(match: re.Match[str]) -> str:
+            return self._values.get(match[1] or match[2], match[0]) or match[3] or ""
+
+        self.setup.append(SetupLine(line=line, text=_VALUE.sub(value, text), sets=sets))
+
+    def _note(self, line: int, text: str, reason: str) -> None:
+        self.notes.append((line, f"left out line {line}: {_short(text)}: {reason}"))
 
 
-def _is_print(words: Sequence[str]) -> bool:
-    """Return whether a command only prints something."""
-    name, *rest = words or [""]
-    if re.fullmatch(r"python[\d.]*", name):
-        return rest[:1] in (["--version"], ["-V"]) or (rest[:1] == ["-c"] and "print(" in " ".join(rest))
-    return name in _PRINTS and not (name == "env" and is_launcher(words))
-
-
-def _text(command: Command) -> str:
-    return " ".join((*command.words, *command.redirects))
+def _prints(command: Command) -> bool:
+    """Return whether a command only prints something, and not into a file."""
+    plain = " ".join(map(text_of, command.words)) if command.words else "("
+    return bool(_PRINTS.match(plain)) and not any(map(_WRITES.match, command.redirects))
 
 
 def _short(text: str) -> str:
     """Return a line of the script, or its beginning, for a message."""
-    line = " ".join(_UNKNOWN.sub("...", text).split())
+    line = " ".join(text.split())
     return f"`{line}`" if len(line) <= _SHOWN else f"`{line[: _SHOWN - 3]}...`"

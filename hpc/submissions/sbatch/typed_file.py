@@ -64,7 +64,7 @@ def replace_file(arguments: list[str], script: tuple[str, ...]) -> tuple[list[st
     _show(translation, [*translation.words, *own, *rest], here, as_json="--json" in rest)
     for note in (*translation.notes, *(f"warning: {text}" for text in warnings)):
         print(visible(f"hpc submit: {note}"), file=sys.stderr)
-    return [*translation.words, *own, *rest], translation.script
+    return [*translation.words, *own, *rest], translation.launch.script
 
 
 def _read(arguments: Sequence[str]) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def _further_flags(translation: "Translation", typed: dict[str, Any], here: Path
     if translation.directory != here and not (runs_dir := cli.runs_dir(typed).expanduser()).is_absolute():
         words = ["--runs-dir", str(here / runs_dir)]
     if translation.launch.container is None and not typed.keys() & {"python", "container", "stage-env"}:
-        python, warnings = find_python(translation.setup, translation.launch.python, translation.directory)
+        python, warnings = find_python(translation.setup, translation.launch.words[0], translation.directory)
         usual = user_environment.find_python()
         if python and python != (usual.path if usual else Path(sys.executable)):
             words += ["--python", str(python)]
@@ -96,7 +96,7 @@ def _further_flags(translation: "Translation", typed: dict[str, Any], here: Path
 
 def _show(translation: "Translation", words: Sequence[str], here: Path, *, as_json: bool) -> None:
     shown = [word for word in words if word != "--dry-run"]
-    line = f"{cli.own_command()} submit {shlex.join([*shown, '--', *translation.script])}"
+    line = f"{cli.own_command()} submit {shlex.join([*shown, '--', *translation.launch.script])}"
     if translation.directory != here:
         line = f"cd {shlex.quote(str(translation.directory))} && {line}"
     print(visible(line), file=sys.stderr if as_json else sys.stdout, flush=True)

@@ -8,22 +8,20 @@ its other entries.
 import os
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 from hpc.base.errors import UserError
 from hpc.run.code_files import OUR_DIRECTORY, parents
 from hpc.run.rundir import RunDir
+from hpc.submissions.user_code.code_sources import scan
 
 # What is in no `code/`: the records of version control, caches of tools, and our own packages.
 _LEFT_OUT = frozenset({
     ".git", ".hg", ".svn", "__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".ipynb_checkpoints", ".tox",
     ".nox", OUR_DIRECTORY,
 })  # fmt: skip
-# A directory with more entries becomes a link, although some of its files would be copied.
-_MOST_LINKS = 10_000
-# The directory in which the script starts, and its own, cannot become links.
-_MOST_LINKS_BESIDE_SCRIPT = 100_000
+# A directory with more entries becomes a link, although some of its files would be copied: links would take minutes.
+_MOST_LINKS = 50_000
 # What git tracks in a directory of data or results, to keep the directory or to describe it.
 _PLACEHOLDERS = (".gitkeep", ".keep", ".gitignore", ".gitattributes", "README", "README.md", "README.txt", "README.rst")
 
@@ -82,55 +80,36 @@ def lay_out(
     """
     held = {*copies, *written}
     fixed = {"", *made, *parents(made), *parents(written)}
-    opened = {*fixed, *parents(held)}
     with_content = {*fixed, *parents(name for name in held if not name.endswith(_PLACEHOLDERS))}
-    links, crowded, whole, directories = list[str](), list[str](), list[str](), list[str]()
-    waiting = sorted(fixed | {name for name in opened if "/" not in name})
-    seen = set[str]()
-    while waiting:
-        directory = waiting.pop(0)
-        if directory in seen or any(f"{directory}/".startswith(f"{name}/") for name in whole):
+    opened = {*fixed, *parents(held)}
+    links, crowded, directories, whole = list[str](), list[str](), list[str](), list[str]()
+    for directory in sorted(opened):
+        if f"{directory}/".startswith(tuple(whole)):
             continue
-        seen.add(directory)
         # os.walk and Path.rglob would not enter the links in such a directory. They enter a link that they are given.
-        must_be_link = directory not in with_content and _has_content(root / directory)
-        most = _MOST_LINKS_BESIDE_SCRIPT if directory in fixed else _MOST_LINKS
-        entries = [] if must_be_link else _entries(root / directory, most)
-        if len(entries) > most:
-            if directory in fixed:
-                raise UserError(
-                    f"{root / directory} has more than {most:,} entries, and the run would need a link to each: move "
-                    "the data into a directory below it, or submit with --in-place"
-                )
-            crowded.append(directory)
-        if must_be_link or len(entries) > most:
-            whole.append(directory)
+        is_whole = directory not in with_content and _has_content(root / directory)
+        entries = [] if is_whole else scan(root / directory, _MOST_LINKS)
+        if len(entries) > _MOST_LINKS and directory in fixed:
+            raise UserError(
+                f"{root / directory} has more than {_MOST_LINKS:,} entries, and the run would need a link to each: "
+                "move the data into a directory below it, or submit with --in-place"
+            )
+        if is_whole or len(entries) > _MOST_LINKS:
+            whole.append(f"{directory}/")
+            links.append(directory)
+            crowded += [] if is_whole else [directory]
             continue
         directories.append(directory)
         for entry in entries:
             name = os.path.join(directory, entry.name)  # noqa: PTH118 - there are thousands of names
-            if name in opened:
-                waiting.append(name)
-            elif name not in held and not is_left_out(entry):
+            if name not in opened and name not in held and not is_left_out(entry):
                 links.append(name)
-    inside = tuple(f"{name}/" for name in whole)
     return CodeLayout(
-        copies=tuple(sorted(name for name in copies if not name.startswith(inside))),
-        links=tuple(sorted([*links, *whole])),
-        directories=tuple(sorted(name for name in directories if name)),
-        crowded=tuple(crowded),
-    )
+        copies=tuple(sorted(name for name in copies if not name.startswith(tuple(whole)))), links=tuple(sorted(links)),
+        directories=tuple(directory for directory in directories if directory), crowded=tuple(crowded),
+    )  # fmt: skip
 
 
 def _has_content(directory: Path) -> bool:
     """Return whether anything below a directory is not a placeholder."""
     return any(not name.endswith(_PLACEHOLDERS) for _, _, names in os.walk(directory) for name in names)
-
-
-def _entries(directory: Path, most: int) -> list[os.DirEntry[str]]:
-    """Return the entries of a directory, but at most one more than `most`; none if it cannot be listed."""
-    try:
-        with os.scandir(directory) as listing:
-            return list(islice(listing, most + 1))
-    except OSError:
-        return []  # the run has written into a directory that the user's directory lacks

@@ -7,8 +7,7 @@ the choice quick in any directory, such as a home directory or one with millions
 
 import os
 import stat
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -22,9 +21,8 @@ _CONFIGURATIONS = frozenset({".yaml", ".yml", ".json", ".toml", ".cfg", ".ini", 
 _OF_CONFIGURATIONS = ("conf", "cfg")
 # A larger file is data.
 _LARGEST_TRACKED_BYTES, _LARGEST_SOURCE_BYTES = 16 * 2**20, 2**20
-# A directory with more entries holds data.
-_MOST_IN_DIRECTORY = 1000
-_MOST_ENTRIES, _MOST_FILES, _MOST_BYTES, _MOST_LEVELS = 10_000, 2000, 32 * 2**20, 8
+# A directory with more entries holds data. Several with more entries or bytes are not those of one project.
+_MOST_IN_DIRECTORY, _MOST_ENTRIES, _MOST_BYTES = 1000, 10_000, 32 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,22 +46,17 @@ def find_sources(root: Path, is_left_out: Callable[[os.DirEntry[str]], bool]) ->
     try:
         tracked = git.listed_files(root)
         others = git.listed_files(root, "--others", "--exclude-standard", "--directory", "--no-empty-directory")
-        directories = [name for name in others if name.endswith("/")]
-        below = sorted(_small_files(root, directories, is_left_out))
-        # git does not list what is in an untracked directory, and so not what it ignores there.
-        ignored = git.ignored_files(root, below) if below else set()
+        # git does not list what is in an untracked directory; what it would ignore there is copied, too.
+        below = _small_files(root, [name[:-1] for name in others if name.endswith("/")], is_left_out)
     except TorchrelayError as error:
         return CodeSources(small=_small_files(root, [""], is_left_out), problem=str(error))
-    single = [name for name in others if _kind(name) and _is_small(root / name)]
-    return CodeSources(
-        tracked=frozenset(name for name in tracked if _is_copied(root / name)),
-        small=frozenset({*single, *below} - ignored),
-    )
+    small = {*below, *(name for name in others if is_source(root / name))}
+    return CodeSources(tracked=frozenset(name for name in tracked if _is_copied(root / name)), small=frozenset(small))
 
 
 def is_source(path: Path) -> bool:
-    """Return whether a path names an existing small source or configuration."""
-    return _kind(path.name) is not None and _is_small(path)
+    """Return whether a path names a small source or configuration, not by a link, that this user can read."""
+    return _kind(path.name) is not None and _is_readable(path, _LARGEST_SOURCE_BYTES)
 
 
 def is_configuration(name: str) -> bool:
@@ -76,24 +69,17 @@ def _kind(name: str) -> frozenset[str] | None:
     return next((kind for kind in (_SOURCES, _CONFIGURATIONS) if suffix in kind), None)
 
 
-def _is_small(path: Path | os.DirEntry[str]) -> bool:
-    """Return whether a path is a small regular file that this user can read, and not a link."""
+def _is_readable(path: Path | os.DirEntry[str], most_bytes: int) -> bool:
     try:
         status = path.stat(follow_symlinks=False)
     except OSError:
-        return False  # gone
-    is_file = stat.S_ISREG(status.st_mode) and status.st_size <= _LARGEST_SOURCE_BYTES
-    return is_file and os.access(path, os.R_OK)
+        return False  # deleted or moved, but git still tracks it
+    return stat.S_ISREG(status.st_mode) and status.st_size <= most_bytes and os.access(path, os.R_OK)
 
 
 def _is_copied(path: Path) -> bool:
     """Return whether a tracked path is a link, or a readable file that is not too large. A submodule is a directory."""
-    try:
-        status = path.lstat()
-    except OSError:
-        return False  # deleted or moved, but git still tracks it
-    is_file = stat.S_ISREG(status.st_mode) and status.st_size <= _LARGEST_TRACKED_BYTES
-    return stat.S_ISLNK(status.st_mode) or (is_file and os.access(path, os.R_OK))
+    return path.is_symlink() or _is_readable(path, _LARGEST_TRACKED_BYTES)
 
 
 def _small_files(
@@ -102,47 +88,39 @@ def _small_files(
     """Return the small sources and configurations in and below directories.
 
     If there are too many, the directories are not those of one project but, for example, a home directory: return only
-    what lies in the directories themselves.
+    what lies in the directories themselves. A configuration counts only beside a source, at the top, or below a
+    directory that is named after configurations: elsewhere, a JSON or YAML file is a result.
     """
-    found, entries, size = list[tuple[int, str]](), 0, 0
-    for level, seen, files in _levels(root, directories, is_left_out):
-        entries += seen
-        found += [(level, name) for name, _ in files]
-        size += sum(file_size for _, file_size in files)
-        if entries > _MOST_ENTRIES or len(found) > _MOST_FILES or size > _MOST_BYTES:
-            return frozenset(name for level, name in found if level == 0)
-    return frozenset(name for _, name in found)
-
-
-def _levels(
-    root: Path, directories: Iterable[str], is_left_out: Callable[[os.DirEntry[str]], bool]
-) -> Iterator[tuple[int, int, list[tuple[str, int]]]]:
-    """Yield, for each directory, upper ones first: its level, its number of entries, and its files with their sizes.
-
-    A configuration counts only beside a source, at the top, or below a directory that is named after configurations:
-    elsewhere, a JSON or YAML file is a result.
-    """
-    waiting = deque((directory.rstrip("/"), 0, directory == "") for directory in directories)
+    levels, seen, size = list[list[str]](), 0, 0
+    waiting = [(directory, directory == "") for directory in directories]
     while waiting:
-        directory, level, has_configurations = waiting.popleft()
-        try:
-            with os.scandir(root / directory) as listing:
-                entries = list(islice(listing, _MOST_IN_DIRECTORY + 1))
-        except OSError:
-            continue  # this user cannot read it, so the run gets a link
-        number = len(entries)
-        if number > _MOST_IN_DIRECTORY and directory:
-            continue
-        entries = [entry for entry in entries if not entry.name.startswith(".") and not is_left_out(entry)]
-        name = os.path.basename(directory)  # noqa: PTH119 - there are thousands of names
-        is_conf = has_configurations or name.lower().startswith(_OF_CONFIGURATIONS)
-        takes_all = is_conf or any(_kind(entry.name) is _SOURCES for entry in entries)
-        files = list[tuple[str, int]]()
-        for entry in entries:
-            path = os.path.join(directory, entry.name)  # noqa: PTH118 - as above
-            if entry.is_dir(follow_symlinks=False):
-                if level < _MOST_LEVELS:
-                    waiting.append((path, level + 1, is_conf and directory != ""))
-            elif (kind := _kind(entry.name)) and (takes_all or kind is _SOURCES) and _is_small(entry):
-                files.append((path, entry.stat().st_size))
-        yield level, number, files
+        level, waiting = waiting, []
+        levels.append([])
+        for directory, has_configurations in level:
+            entries = scan(root / directory, _MOST_IN_DIRECTORY)
+            seen += len(entries)
+            if seen > _MOST_ENTRIES or size > _MOST_BYTES:
+                return frozenset(levels[0])
+            if len(entries) > _MOST_IN_DIRECTORY and directory:
+                continue
+            entries = [entry for entry in entries if not entry.name.startswith(".") and not is_left_out(entry)]
+            is_conf = has_configurations or Path(directory).name.lower().startswith(_OF_CONFIGURATIONS)
+            takes_all = is_conf or any(_kind(entry.name) is _SOURCES for entry in entries)
+            kinds = (_SOURCES, _CONFIGURATIONS) if takes_all else (_SOURCES,)
+            for entry in entries:
+                path = os.path.join(directory, entry.name)  # noqa: PTH118 - there are thousands of names
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append((path, is_conf and directory != ""))
+                elif _kind(entry.name) in kinds and _is_readable(entry, _LARGEST_SOURCE_BYTES):
+                    levels[-1].append(path)
+                    size += entry.stat().st_size
+    return frozenset(name for names in levels for name in names)
+
+
+def scan(directory: Path, most: int) -> list[os.DirEntry[str]]:
+    """Return the entries of a directory, but at most one more than `most`; none if it cannot be listed."""
+    try:
+        with os.scandir(directory) as listing:
+            return list(islice(listing, most + 1))
+    except OSError:
+        return []

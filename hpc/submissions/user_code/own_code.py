@@ -14,14 +14,13 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import Protocol
 
 from hpc.base import git
 from hpc.base.errors import UserError
 from hpc.run.code_files import parents, stamp
 from hpc.run.spec_file import Program, script_program
 from hpc.submissions.user_code.code_layout import CodeLayout, exclusion, lay_out
-from hpc.submissions.user_code.code_sources import CodeSources, find_sources, is_configuration, is_source
+from hpc.submissions.user_code.code_sources import CodeSources, find_sources, is_configuration, is_source, scan
 from hpc.submissions.user_code.script_imports import NO_TEXT, ScriptText, module_directories, module_file, read_script
 
 # How far the root may be above the repository or the working directory, and how many entries a directory between them
@@ -113,6 +112,7 @@ def find_code(
     runs_dir: Path = Path("runs"),
     *,
     elsewhere: bool = False,
+    in_place: bool = False,
     kept: KeptFiles | None = None,
 ) -> UserCode:
     """Return the user's code, and what a run copies and links.
@@ -121,7 +121,8 @@ def find_code(
         working_directory: the directory to which the script's path is relative.
         script: the user's script, or `-m` and a module, and its arguments; empty for the classifier.
         runs_dir: the directory of the runs, which no run sees.
-        elsewhere: whether a module may be installed in an environment that this process cannot see.
+        elsewhere: whether the script runs in an environment whose modules this process cannot see.
+        in_place: whether the script runs where it is, so that nothing is copied.
         kept: what the run has written, if it gets new code.
 
     Raises:
@@ -132,87 +133,58 @@ def find_code(
     if not script:
         return UserCode(root=top, top=top)
     script, file, text = _read(here, top, script, elsewhere=elsewhere)
+    if in_place:
+        place = os.path.relpath(here, top)
+        return UserCode(root=top, top=top, working_directory=place, script=script, text=text, in_place=True)
     runs_dir = (here / runs_dir).resolve()
     is_left_out = exclusion(runs_dir)
     sources = find_sources(top, is_left_out)
     references = {*text.references, *_named_in_arguments(here, script), *_named_in_files(here, top, sources)}
     own = {place for path in text.files for place in _places(path)}
-    root = _above(top, kept.levels) if kept else _root(top, {*references, *own})
     started = set(_places(file)) if file else set[Path]()
+    root = (top, *top.parents)[kept.levels] if kept else _root(top, {*references, *own})
     if file and not all(place.is_relative_to(root) for place in started):
         raise UserError(
             f"{script[0]} is not below {root}, so it would be missing in the run's copy of the code: move it there, or "
             "--in-place to run it where it is"
         )
     below = os.path.relpath(top, root)
-    tracked, small = (_below(below, names) for names in (sources.tracked, sources.small))
+    tracked, small = (
+        {os.path.normpath(f"{below}/{name}") for name in names} for names in (sources.tracked, sources.small)
+    )
     own.update(path for path in references if not path.is_relative_to(top) and is_source(path))
-    names = {*tracked, *small, *_relative(own, root)}
-    names, written = kept.settle(names, tracked, root) if kept else (names, set[str]())
+    names, written = {*tracked, *small, *_relative(own, root)}, set[str]()
+    if kept:
+        names, written = kept.settle(names, tracked, root)
     made = _relative([here, *(place.parent for place in started)], root) - {"."}
     # The directory of the runs needs no link, and none of the directories above it may be one.
     layout = lay_out(root, names, is_left_out, made=made, written=written | (_relative([runs_dir], root) - {"."}))
     return UserCode(
         root=root, top=top, working_directory=os.path.relpath(here, root), script=script, layout=layout, text=text,
-        tracked=tracked, written=frozenset(written), git_problem=sources.problem,
+        tracked=frozenset(tracked), written=frozenset(written), git_problem=sources.problem,
     )  # fmt: skip
-
-
-def code_in_place(working_directory: Path, script: tuple[str, ...], *, elsewhere: bool = False) -> UserCode:
-    """Return the code of a script that runs in place and is not copied.
-
-    Raises UserError if the script is a module that is not found. `elsewhere` is as in `find_code`.
-    """
-    here = working_directory.resolve()
-    top = git.repository(here) or here
-    script, _, text = _read(here, top, script, elsewhere=elsewhere)
-    place = os.path.relpath(here, top)
-    return UserCode(root=top, top=top, working_directory=place, script=script, text=text, in_place=True)
-
-
-class _Environments(Protocol):
-    @property
-    def python(self) -> object: ...
-
-    @property
-    def container(self) -> object: ...
-
-
-def own_environment(run: _Environments) -> bool:
-    """Return whether a script runs in a Python environment of its own, whose modules this process cannot see."""
-    return bool(run.python or run.container)
 
 
 def _read(
     here: Path, top: Path, script: tuple[str, ...], *, elsewhere: bool
 ) -> tuple[tuple[str, ...], Path | None, ScriptText]:
     """Return `script` for a UserCode, the script's file (None for an installed module), and the text."""
-    if script[0] == "-m":
-        file, search = _find_module(here, top, script[1], elsewhere=elsewhere), module_directories(here, top)
-    else:
+    if script[0] != "-m":
         # A script may be a link: its own path is that of the link, but Python's is that of the file to which it leads.
-        file = Path(os.path.normpath(here / script[0]))
-        script, search = (os.path.relpath(file, here), *script[1:]), [file.resolve().parent, top]
-    return script, file, read_script(file, here, search) if file else NO_TEXT
-
-
-def _find_module(here: Path, top: Path, name: str, *, elsewhere: bool) -> Path | None:
-    """Return a module's file in the repository; None if the module is, or may be, installed. Else raises UserError."""
-    places = module_directories(here, top)
-    found = module_file(name, places)
-    if found is None and not elsewhere and find_spec(name.partition(".")[0]) is None:
-        where = " or ".join(map(str, places))
+        path = Path(os.path.normpath(here / script[0]))
+        text = read_script(path, here, [path.resolve().parent, top])
+        return (os.path.relpath(path, here), *script[1:]), path, text
+    name, places = script[1], module_directories(here, top)
+    file = module_file(name, places)
+    if file is None and not elsewhere and find_spec(name.partition(".")[0]) is None:
         raise UserError(
-            f"module {name!r} is neither below {where} nor installed: give its name from there, or the path of a script"
+            f"module {name!r} is neither below {' or '.join(map(str, places))} nor installed: give its name from "
+            "there, or the path of a script"
         )
-    return found
+    return script, file, read_script(file, here, places) if file else NO_TEXT
 
 
 # --- the root ---
-
-
-def _above(top: Path, levels: int) -> Path:
-    return top.parents[levels - 1] if levels else top
 
 
 def _root(top: Path, references: Iterable[Path]) -> Path:
@@ -228,14 +200,9 @@ def _root(top: Path, references: Iterable[Path]) -> Path:
 
 def _may_be_root(directory: Path) -> bool:
     """Return whether a run may have an image of a directory: it is not too large, and not the system's."""
-    home = Path.home()
-    if directory == directory.parent or (home != directory and home.is_relative_to(directory)):
+    if directory == directory.parent or directory in Path.home().parents or not os.access(directory, os.R_OK):
         return False
-    try:
-        with os.scandir(directory) as listing:
-            return sum(1 for _ in islice(listing, _MOST_ENTRIES + 1)) <= _MOST_ENTRIES
-    except OSError:
-        return False
+    return len(scan(directory, _MOST_ENTRIES)) <= _MOST_ENTRIES
 
 
 def _named_in_arguments(here: Path, script: tuple[str, ...]) -> Iterator[Path]:
@@ -266,10 +233,6 @@ def _places(path: Path) -> Iterator[Path]:
         yield link
         path = Path(os.path.normpath(link.parent / link.readlink() / path.relative_to(link)))
     yield path
-
-
-def _below(directory: str, names: Iterable[str]) -> frozenset[str]:
-    return frozenset(names if directory == "." else (f"{directory}/{name}" for name in names))
 
 
 def _relative(paths: Iterable[Path], root: Path) -> set[str]:

@@ -22,7 +22,7 @@ from hpc.run.code_files import CodeFiles, written_files
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.submissions.user_code.code_copy import copy_code
-from hpc.submissions.user_code.own_code import KeptFiles, UserCode, find_code, own_environment
+from hpc.submissions.user_code.own_code import KeptFiles, UserCode, find_code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ def _find(run: RunDir, spec: RunSpec, record: CodeFiles | None) -> UserCode:
     # An earlier version recorded no copies. All that is in its `code/` may be one, so the new code takes its place.
     copied = record.copied if record else dict.fromkeys(written, (-1, -1))
     kept = KeptFiles(written=written, copied=copied, levels=len(old_top.parts))
-    return find_code(place, spec.script, run.path.parent, elsewhere=own_environment(spec), kept=kept)
+    return find_code(place, spec.script, run.path.parent, elsewhere=bool(spec.python or spec.container), kept=kept)
 
 
 def _link(source: Path, target: Path) -> None:

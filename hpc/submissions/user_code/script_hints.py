@@ -5,11 +5,11 @@ A false alarm is worse than silence: an import that nobody here knows may do wha
 
 import ast
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from hpc.base.environment import SNAPSHOTS
 from hpc.run.spec import RunSpec, program_of
@@ -29,7 +29,6 @@ _JOINS = frozenset(
 )
 # Modules and functions whose effect is unknown.
 _UNKNOWN = frozenset({"importlib", "runpy", "subprocess", "__import__", "exec", "eval", "system"})
-_OLD_HYDRA = ("1.0", "1.1")
 _MOST_FILES, _MOST_BYTES = 200, 2**16
 
 
@@ -92,64 +91,34 @@ def _trains_alone(text: ScriptText, words: set[str]) -> bool:
     return text.installed <= _KNOWN | sys.stdlib_module_names
 
 
-# --- Hydra ---
-
-
 def _moves_hydra(trees: Mapping[Path, ast.Module], script: tuple[str, ...], words: set[str]) -> bool:
     """Return whether Hydra gives the script a new directory at each start, and the script uses it."""
     arguments = [word.lstrip("+") for word in script[1:]]
     if any(word.startswith(("hydra.run.dir=", "hydra=")) or word in {"-m", "--multirun"} for word in arguments):
         return False
-    mains = ((path, decorator) for path, tree in trees.items() for decorator in _decorators(tree))
-    path, decorator = next(mains, (None, None))
-    if path is None or decorator is None:
+    mains = (
+        (path, node) for path, tree in trees.items() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)
+    )
+    decorators = ((path, text) for path, node in mains for text in map(ast.unparse, node.decorator_list))
+    path, decorator = next((main for main in decorators if main[1].startswith("hydra.main")), (None, ""))
+    if path is None:
         return False
-    files = list(_configurations(path, decorator))
-    settings = [one.get("hydra") or {} for one in files]
-    places = [place for one in settings if (place := (one.get("run") or {}).get("dir"))]
-    if any("${now" not in str(place) for place in places):
+    configuration = "\n".join(_configurations(path, decorator))
+    if any("${now" not in place for place in re.findall(r"^\s*run:\s+dir:(.*)", configuration, re.MULTILINE)):
         return False
-    chdir = [one["job"]["chdir"] for one in settings if "chdir" in (one.get("job") or {})]
-    chdir += [word.lower().endswith("=true") for word in arguments if word.startswith("hydra.job.chdir=")]
-    uses = any("output_dir" in text for text in (*words, *map(str, files)))
-    return uses or bool(chdir[-1] if chdir else _is_old(decorator))
+    chdir = re.findall(
+        r"^\s*chdir: *(\w+)|^hydra\.job\.chdir=(\w+)", "\n".join([configuration, *arguments]), re.MULTILINE
+    )
+    # Hydra 1.1 changes the working directory, and later versions do so if version_base asks for its behaviour.
+    changes = (
+        "".join(chdir[-1]).lower() == "true" if chdir else not re.search(r"version_base=(None|'1\.[2-9])", decorator)
+    )
+    return changes or any("output_dir" in text for text in (*words, configuration))
 
 
-def _decorators(tree: ast.Module) -> Iterator[ast.expr]:
-    for node in ast.walk(tree):
-        for decorator in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
-            called = decorator.func if isinstance(decorator, ast.Call) else decorator
-            if ast.unparse(called) == "hydra.main":
-                yield decorator
-
-
-def _argument(decorator: ast.expr, name: str) -> object:
-    keywords = decorator.keywords if isinstance(decorator, ast.Call) else []
-    constants = {each.arg: each.value.value for each in keywords if isinstance(each.value, ast.Constant)}
-    return constants.get(name, ...)
-
-
-def _is_old(decorator: ast.expr) -> bool:
-    """Return whether Hydra behaves as its version 1.1, which changes the working directory."""
-    version = _argument(decorator, "version_base")
-    return version is ... or version in _OLD_HYDRA
-
-
-def _configurations(file: Path, decorator: ast.expr) -> Iterator[dict[str, Any]]:
-    """Yield the content of the YAML files from which Hydra composes the configuration."""
-    directory = _argument(decorator, "config_path")
-    if not isinstance(directory, str):
-        return
-    for path in islice(sorted((file.parent / directory).rglob("*.yaml")), _MOST_FILES):
-        if path.stat().st_size <= _MOST_BYTES and isinstance(content := _content(path), dict):
-            # The files of the group `hydra` set what others set below the key `hydra`.
-            yield {"hydra": content} if path.parent.name == "hydra" else content
-
-
-def _content(path: Path) -> object:
-    import yaml  # noqa: PLC0415 - only scripts with Hydra need it
-
-    try:
-        return yaml.safe_load(path.read_bytes())
-    except (OSError, yaml.YAMLError):
-        return None  # Hydra will say so
+def _configurations(file: Path, decorator: str) -> Iterator[str]:
+    """Yield the text of the YAML files from which Hydra composes the configuration."""
+    if directory := re.search(r"config_path='([^']*)'", decorator):
+        for path in islice(sorted((file.parent / directory[1]).rglob("*.yaml")), _MOST_FILES):
+            if path.stat().st_size <= _MOST_BYTES:
+                yield path.read_text(errors="replace")
