@@ -16,7 +16,6 @@ from hpc.run.events.kinds import Excluded, NotContinued, Requeued, Resubmitted
 from hpc.slurm import client as slurm
 from hpc.slurm import handover, job_fields, sinfo
 from hpc.slurm.predecessors import redirect_waiting_jobs
-from hpc.slurm.reservations import shorter_limit
 from jobs.node_attempt import NodeAttempt, ask_slurm, log
 
 # Longer than Slurm takes to notice a dead node (SlurmdTimeout, 300 s unless the administrators have changed it) or to
@@ -105,10 +104,8 @@ def _why_new_job(node: NodeAttempt) -> str | None:
         return "--continue-with job" if node.spec.recovery.continue_with == "job" else None
     try:
         job = slurm.show_job(node.allocation.job_id)
-        if job_fields.is_shortened(job, node.spec.resources.limit_minutes):
+        if job_fields.is_shortened(job, node.spec.resources.time_limit.minutes):
             return f"this job's time limit is {job['TimeLimit']} (--time-min), and a requeue would keep it"
-        if shorter := shorter_limit(node.spec):
-            return str(shorter)
         if job_fields.is_expedited(job):
             return None
         delay = slurm.requeue_delay_seconds(slurm.show_config())

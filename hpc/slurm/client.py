@@ -207,12 +207,6 @@ def show_partition(name: str) -> dict[str, str]:
     return parse_fields(run("scontrol", "--oneliner", "show", "partition", name))
 
 
-def show_reservations() -> tuple[dict[str, str], ...]:
-    """Return the fields of `scontrol show reservation`, for each reservation that has not ended."""
-    records = parse_records(run("scontrol", "--oneliner", "show", "reservation"))
-    return tuple(fields for fields in records if {"ReservationName", "StartTime"} <= fields.keys())
-
-
 def grace_seconds(fields: Fields) -> int | None:
     """Return the seconds from SIGTERM to SIGKILL on preemption that a partition's fields set; None if they set none."""
     # If GraceTime is 0, the default, KillWait applies as for every ending job. The modes SUSPEND and OFF end no job.
@@ -250,17 +244,15 @@ def has_queue(partition: str | None) -> bool:
 
 
 def submit(
-    script: Path, exclude: Sequence[str], given: Mapping[str, str] | None = None, dependency: str = "",
-    more: Sequence[str] = (),
-) -> str:  # fmt: skip
+    script: Path, exclude: Sequence[str], environment: Mapping[str, str] | None = None, dependency: str = ""
+) -> str:
     """Submit a script without a start delay, and return the job's id.
 
     Args:
         script: the script. Its #SBATCH options hold, except --begin, --dependency, and --exclude if `exclude` is given.
         exclude: nodes to avoid, as names or lists (gpu[01-03]).
-        given: the environment variables of the job; by default those of this process.
+        environment: the environment variables of the job; by default those of this process.
         dependency: Slurm's dependency (hpc.slurm.predecessors); empty if the job waits for nothing.
-        more: further options of sbatch.
 
     Raises:
         TorchrelayError: sbatch refused the script, or Slurm does not answer.
@@ -272,11 +264,10 @@ def submit(
         "--begin=now",
         f"--dependency={dependency}",
         *requeue_options(),
-        *more,
         *([f"--exclude={','.join(exclude)}"] if exclude else []),
     ]
     try:
-        return queue(script, options, given)
+        return queue(script, options, environment)
     except NotQueuedError as error:
         raise _failure(str(error)) from error
 

@@ -26,7 +26,6 @@ from hpc.run.spec import Resources, RunSpec
 from hpc.slurm import bad_nodes, handover, sinfo
 from hpc.slurm import client as slurm
 from hpc.slurm.predecessors import dependency
-from hpc.slurm.reservations import ShorterLimit, shorter_limit
 from hpc.slurm.sbatch_reply import StartEstimate, lacks_nodes, parse_estimate, refusal
 from hpc.slurm.srun import own_pythonpath
 
@@ -90,7 +89,7 @@ def _whole_packages(run: RunDir) -> list[str]:
 
 def _unset(resources: Resources) -> str:
     given = {option.partition("=")[0].replace("-", "_").upper() for option in resources.sbatch}
-    names = [*_BINDING, *([] if resources.num_gpus else ["GPUS_PER_NODE"])]
+    names = [*_BINDING, *([] if resources.gpus_per_node.count else ["GPUS_PER_NODE"])]
     return shlex.join(["unset", *(f"SLURM_{name}" for name in names if name not in given)])
 
 
@@ -130,11 +129,6 @@ class SlurmExecutor(SubmititSlurm):
         self.update_parameters(**sbatch_parameters(spec), setup=before, teardown=after)
 
     @cached_property
-    def shorter(self) -> ShorterLimit | None:
-        """The shorter time limit with which this job ends before a reservation; None if it needs none."""
-        return shorter_limit(self.spec)
-
-    @cached_property
     def excluded(self) -> list[str]:
         """The nodes that this job excludes: the user's --exclude, and nodes that have failed the user's other runs."""
         try:
@@ -149,12 +143,10 @@ class SlurmExecutor(SubmititSlurm):
         # Usually there are none, and then the runs directory need not be searched again.
         avoided = [str(bad) for bad in bad_nodes.known(self.run.path.parent) if bad.node in more] if more else []
         remove = f"to use a node again, remove .bad-node.*.NODE.* in {self.run.path.parent}"
-        avoids = f"the job avoids {', '.join(avoided)}; {remove}"
-        return [*([str(self.shorter)] if self.shorter else []), *([avoids] if avoided else [])]
+        return [f"the job avoids {', '.join(avoided)}; {remove}"] if avoided else []
 
     def _more_options(self) -> list[str]:
-        exclude = [f"--exclude={','.join(self.excluded)}"] if self.excluded else []
-        return [*(self.shorter.options if self.shorter else []), *exclude]
+        return [f"--exclude={','.join(self.excluded)}"] if self.excluded else []
 
     def prepare(self, directory: RunDir) -> None:
         """Find the jobs to wait for, and write the job's files into `directory`, which still has a temporary name.
@@ -212,7 +204,7 @@ class SlurmExecutor(SubmititSlurm):
         if done.returncode != 0 and self._excludes_less_after(done.stderr):
             return self.estimate_start()
         # With --test-only, sbatch refuses a job that it would otherwise queue until enough nodes are back.
-        if done.returncode != 0 and not (lacks_nodes(done.stderr) and in_service < self.spec.job_nodes[0]):
+        if done.returncode != 0 and not (lacks_nodes(done.stderr) and in_service < self.spec.job_nodes.fewest):
             raise UserError(f"sbatch refused the job: {refusal(done.stderr, self.spec)}")
         return parse_estimate(done.stderr)
 
@@ -220,16 +212,15 @@ class SlurmExecutor(SubmititSlurm):
 def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:
     """Return submitit's parameters for the job of a run. Pure."""
     resources = spec.resources
-    minutes = resources.limit_minutes
     given = (option.partition("=") for option in resources.sbatch)
     extra: dict[str, Any] = {key: value if separator else True for key, separator, value in given}
     # With --requeue, Slurm requeues a job whose node died even if JobRequeue=0. A job that waits for other runs needs
     # it with --start-once, too: if it starts too early, it is requeued (jobs.deferral).
     starts_once = spec.recovery.start_once and not (spec.after or spec.after_ok)
     extra["no-requeue" if starts_once else "requeue"] = True
-    if resources.time_min is not None:
+    if spec.shortest_minutes is not None:
         extra["time-min"] = spec.shortest_minutes
-    fewest, most = spec.job_nodes
+    fewest, most = spec.job_nodes.fewest, spec.job_nodes.most
     if most != fewest:
         extra["nodes"] = f"{fewest}-{most}"
     if most > 1:
@@ -240,12 +231,12 @@ def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:
     survive = ["--no-kill", "--kill-on-bad-exit=0"] if most > 1 else ["--kill-on-bad-exit=1"]
     optional = {key: getattr(resources, key) for key in ("mem", "partition", "account", "qos", "constraint", "exclude")}
     return {
-        **{key: value for key, value in optional.items() if value is not None},
+        **{key: str(value) for key, value in optional.items() if value is not None},
         "job_name": spec.name,
-        "time": minutes,
+        "time": resources.time_limit.minutes,
         "nodes": fewest,
         # A cluster without GPUs refuses --gpus-per-node, even with 0.
-        "gpus_per_node": resources.gpus_per_node if resources.num_gpus else None,
+        "gpus_per_node": str(resources.gpus_per_node) if resources.gpus_per_node.count else None,
         "cpus_per_task": resources.cpus_per_node,
         "signal_delay_s": spec.stop_lead_seconds,
         "stderr_to_stdout": True,
@@ -273,11 +264,11 @@ class LocalExecutor(SubmititLocal):
 
     def __init__(self, run: RunDir, spec: RunSpec) -> None:
         super().__init__(run.logs, agent_command(run))
-        nodes, minutes = spec.resources.max_nodes, spec.resources.limit_minutes
+        nodes = spec.resources.nodes.most
         self.update_parameters(
             tasks_per_node=nodes,
-            gpus_per_node=nodes * spec.resources.num_gpus,
-            timeout_min=minutes,
+            gpus_per_node=nodes * spec.resources.gpus_per_node.count,
+            timeout_min=spec.resources.time_limit.minutes,
             signal_delay_s=spec.stop_lead_seconds,
             stderr_to_stdout=True,
         )

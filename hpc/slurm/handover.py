@@ -43,7 +43,6 @@ from hpc.run.spec import RunSpec
 from hpc.slurm import bad_nodes, sinfo
 from hpc.slurm import client as slurm
 from hpc.slurm.predecessors import dependency
-from hpc.slurm.reservations import shorter_limit
 from hpc.slurm.squeue import jobs_by_script
 
 # A failed node has probably been rebooted or repaired after this time.
@@ -205,15 +204,14 @@ def submit_next_job(run: RunDir, spec: RunSpec, excluded: Sequence[str], old: Co
                     slurm.update(job.job_id, ExcNodeList=",".join(excluded))
             return job.job_id
     environment = json.loads(run.environment.read_text()) if run.environment.exists() else None
-    waits_for, shorter = dependency(run, spec, jobs), shorter_limit(spec)
-    more = shorter.options if shorter else []
+    waits_for = dependency(run, spec, jobs)
     try:
-        return slurm.submit(run.script, excluded, environment, waits_for, more)
+        return slurm.submit(run.script, excluded, environment, waits_for)
     except TorchrelayError as error:
         given = given_nodes(spec)
         if excluded == given or not leaves_too_few_nodes(str(error)):
             raise
-        return slurm.submit(run.script, given, environment, waits_for, more)
+        return slurm.submit(run.script, given, environment, waits_for)
 
 
 def _failed_node(event: Event) -> str | None:
@@ -261,7 +259,7 @@ def nodes_to_exclude(run: RunDir, spec: RunSpec, history: History, failed: Seque
     # Slurm does not use nodes that it has marked down.
     usable = sinfo.usable_nodes(spec.resources.partition)
     usable -= {name for nodes in given for name in slurm.hostnames(nodes)}
-    spare = max(0, len(usable) - spec.job_nodes[0])
+    spare = max(0, len(usable) - spec.job_nodes.fewest)
     if len(usable.intersection(failed)) > spare:
         return given  # the job needs some of `failed`, and nobody knows which of them work
     return [*given, *[name for name in names if name in usable][:spare]]

@@ -110,6 +110,7 @@ _REASONS = {
     "launch failed requeued held": "held after a failed start: type scontrol release",
     "job requeued in held state": "held after a requeue: type scontrol release",
     "JobLaunchFailure": "its start failed",
+    "ReqNodeNotAvail, Reserved for maintenance": "a maintenance begins before its time limit (see --time-min)",
     "ReqNodeNotAvail": "nodes that it needs are down or reserved",
     "Nodes required for job are DOWN": "nodes that it needs are down or reserved",
     "NodeDown": "a node that it needs is down",

@@ -39,7 +39,7 @@ from hpc.slurm import handover, sinfo
 from hpc.slurm.alive import local_jobs, slurm_jobs
 from hpc.slurm.executor import SlurmExecutor, start_local
 from hpc.slurm.predecessors import redirect_waiting_jobs
-from hpc.submissions import checks
+from hpc.submissions import checks, resolve
 from hpc.submissions.new_run import preemption_grace
 from hpc.submissions.settings import adaptable_settings_of, plain, settings_of
 from hpc.submissions.user_code.package_copy import damaged_packages
@@ -211,13 +211,13 @@ def _adjusted(run: RunDir, before: RunSpec, options: ResumeOptions, history: His
         return after
     checks.check_setup(after.resources.setup, after.cluster)
     if after.cluster == "slurm":
-        resources = checks.resolve_resources(after.resources, sinfo.partitions(), after.recovery.spares)
+        resources = resolve.resolve_resources(after.resources, sinfo.partitions(), after.recovery.spares)
     else:
-        resources = checks.local_resources(after.resources)
+        resources = resolve.local_resources(after.resources)
     after = dataclasses.replace(after, resources=resources)
     checks.check_recovery(after)
     if train:
-        check_world(train, resources.max_nodes * resources.ranks_per_node)
+        check_world(train, resources.nodes.most * resources.ranks_per_node)
     return after
 
 

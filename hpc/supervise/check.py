@@ -15,6 +15,7 @@ from hpc.base.errors import TorchrelayError, UserError
 from hpc.base.files import modified, storage_time
 from hpc.base.flags import Flag
 from hpc.base.text import visible
+from hpc.base.units import Duration
 from hpc.commands import cli
 from hpc.run.causes import JobState
 from hpc.run.events.kinds import Notified
@@ -43,7 +44,7 @@ class SuperviseOptions(cli.RunsOptions):
 
     once: bool = False
     """Check all runs once and exit: for cron."""
-    interval: Annotated[str, Flag(metavar="TIME")] = "10s"
+    interval: Annotated[Duration, Flag(metavar="TIME")] = Duration(10)
     """Time between two checks."""
     dry_run: bool = False
     """Print what hpc supervise would do with each run, and why, without doing it."""

@@ -43,7 +43,7 @@ class Patience:
         return self._known.get(names, LINK_SECONDS)
 
     def _ask(self, names: tuple[str, ...]) -> None:
-        resources, needed = self._node.spec.resources, self._node.spec.job_nodes[0]
+        resources, needed = self._node.spec.resources, self._node.spec.job_nodes.fewest
         try:
             dead = sinfo.dead_nodes(list(names))
             idle = sinfo.idle_nodes(resources.partition)

@@ -190,7 +190,8 @@ class Cluster(World):
 
     def _shape(self, script: str) -> tuple[tuple[int, int], float, float]:
         spec = RunSpec.load(RunDir(SimulatedPath(script).parent))
-        return spec.job_nodes, 60.0 * spec.resources.limit_minutes, float(spec.stop_lead_seconds)
+        nodes = spec.job_nodes
+        return (nodes.fewest, nodes.most), float(spec.resources.time_limit.seconds), float(spec.stop_lead_seconds)
 
     def _launch(self, job: Job) -> Process:
         return self.start(job.batch_host, f"script of job {job.id}", lambda: self._script(job))

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.events import of_training, script_spec
+from support.events import of_training, recovery_of, resources_of, script_spec
 
 from hpc.base.errors import UserError
 from hpc.run.rundir import RunDir, check_run_name
@@ -17,9 +17,9 @@ def test_spec_is_equal_after_saving_and_loading(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     spec = RunSpec(
         name="a b", cluster="slurm", data="/d", stage_dir="/tmp",
-        resources=Resources(nodes="2:4", gpus_per_node="a100:4", cpus_per_gpu=2, sbatch=("mail-type=END", "hold")),
+        resources=resources_of(nodes="2:4", gpus_per_node="a100:4", cpus_per_gpu=2, sbatch=("mail-type=END", "hold")),
         **of_training(TrainConfig(data="/d", lr=0.3), evaluation=EvaluationTask(source="/r")),
-        recovery=Recovery(elastic=True, spares=1, hang_timeout="90s", signal_before="2m"),
+        recovery=recovery_of(elastic=True, spares=1, hang_timeout="90s", signal_before="2m"),
     )  # fmt: skip
     spec.save(run)
     assert RunSpec.load(run) == spec
@@ -73,12 +73,12 @@ def test_spec_of_another_version_is_refused_in_one_line(
 def test_resources_that_cannot_be_meant_are_refused(field: str, values: tuple[str, ...], message: str) -> None:
     for value in values:
         with pytest.raises(UserError, match=message):
-            Resources(**{field: value})  # type: ignore[arg-type]
+            resources_of(**{field: value})  # type: ignore[arg-type]
 
 
 def test_memory_and_times_that_say_what_they_mean() -> None:
     for memory, time in (("0", "90m"), ("64G", "12:00:00"), ("64gb", "1-0"), ("512M", "00:01:30")):
-        asked = Resources(mem=memory, time=time)
+        asked = resources_of(mem=memory, time=time)
         assert (asked.mem, asked.time) == (memory, time), "as they were typed"
 
 
@@ -106,8 +106,8 @@ def test_sbatch_options_that_we_set_are_refused(option: str, message: str) -> No
 
 
 def test_gres_that_we_do_not_set_is_taken() -> None:
-    assert Resources(gpus_per_node="2", sbatch=("gres=nvme:1",)).sbatch == ("gres=nvme:1",)
-    assert Resources(gpus_per_node="0", sbatch=("gres=gpu:1",)).sbatch == ("gres=gpu:1",)
+    assert resources_of(gpus_per_node="2", sbatch=("gres=nvme:1",)).sbatch == ("gres=nvme:1",)
+    assert resources_of(gpus_per_node="0", sbatch=("gres=gpu:1",)).sbatch == ("gres=gpu:1",)
 
 
 def test_directory_without_spec_is_no_run(tmp_path: Path) -> None:
@@ -150,11 +150,11 @@ def test_good_run_name() -> None:
 )
 def test_bad_recovery(recovery: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        Recovery(**recovery)
+        recovery_of(**recovery)
 
 
 def spec(recovery: Recovery, time: str | None = None, nodes: str = "2") -> RunSpec:
-    return script_spec(resources=Resources(nodes=nodes, time=time), recovery=recovery)
+    return script_spec(resources=resources_of(nodes=nodes, time=time), recovery=recovery)
 
 
 def test_nodes_of_a_run_and_of_its_job() -> None:
@@ -168,6 +168,6 @@ def test_stop_lead_is_a_tenth_of_the_limit_unless_it_is_given() -> None:
     assert spec(Recovery(), time="20m").stop_lead_seconds == 120
     assert spec(Recovery(), time="1m").stop_lead_seconds == 30
     assert spec(Recovery()).stop_lead_seconds == 300
-    assert spec(Recovery(signal_before="10m"), time="20m").stop_lead_seconds == 600
-    assert spec(Recovery(grace_period="10m"), time="20m").stop_lead_seconds == 610, "the ranks get all of it"
-    assert spec(Recovery(grace_period="10s"), time="20m").stop_lead_seconds == 120
+    assert spec(recovery_of(signal_before="10m"), time="20m").stop_lead_seconds == 600
+    assert spec(recovery_of(grace_period="10m"), time="20m").stop_lead_seconds == 610, "the ranks get all of it"
+    assert spec(recovery_of(grace_period="10s"), time="20m").stop_lead_seconds == 120

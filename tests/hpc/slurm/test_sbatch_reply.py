@@ -4,14 +4,13 @@ from pathlib import Path
 
 import pytest
 from support.cluster import Command
-from support.events import script_spec
+from support.events import resources_of, script_spec
 
 from hpc.base.errors import TorchrelayError
-from hpc.run.spec import Resources
 from hpc.slurm import client as slurm
 from hpc.slurm.sbatch_reply import StartEstimate, parse_estimate, refusal
 
-SPEC = script_spec(resources=Resources(partition="gpu", mem="640G", sbatch=("exclusive",)))
+SPEC = script_spec(resources=resources_of(partition="gpu", mem="640G", sbatch=("exclusive",)))
 
 
 MESSAGE = """\

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.events import of_training, script_spec
+from support.events import of_training, recovery_of, resources_of, script_spec
 
 from hpc.base.errors import UserError
-from hpc.run.spec import Recovery, Resources, RunSpec
+from hpc.run.spec import Resources, RunSpec
 from hpc.slurm.sinfo import Partition, parse_partitions
 from hpc.submissions.checks import (
     check_recovery,
@@ -35,15 +35,15 @@ def partitions() -> list[Partition]:
 
 
 def test_what_is_not_asked_for_comes_from_the_cluster(partitions: list[Partition]) -> None:
-    resolved = resolve_resources(Resources(gpus_per_node="4"), partitions)
+    resolved = resolve_resources(resources_of(gpus_per_node="4"), partitions)
     assert (resolved.partition, resolved.cpus_per_gpu, resolved.time) == ("gpu", 4, "04:00:00")
-    assert resolve_resources(Resources(gpus_per_node="2", partition="small"), partitions).time == "00:30:00"
-    assert resolve_resources(Resources(gpus_per_node="0", partition="cpu"), partitions).time == "1-00:00:00"
+    assert resolve_resources(resources_of(gpus_per_node="2", partition="small"), partitions).time == "00:30:00"
+    assert resolve_resources(resources_of(gpus_per_node="0", partition="cpu"), partitions).time == "1-00:00:00"
     # A share of these nodes' CPUs: the others, which have fewer, are not asked for.
-    assert resolve_resources(Resources(gpus_per_node="h100:2", nodes="2"), partitions).cpus_per_gpu == 8
-    without_gpus = resolve_resources(Resources(gpus_per_node="0", nodes="10", partition="cpu"), partitions)
+    assert resolve_resources(resources_of(gpus_per_node="h100:2", nodes="2"), partitions).cpus_per_gpu == 8
+    without_gpus = resolve_resources(resources_of(gpus_per_node="0", nodes="10", partition="cpu"), partitions)
     assert (without_gpus.ranks_per_node, without_gpus.cpus_per_node) == (1, 8)
-    asked = Resources(nodes="6", gpus_per_node="4", cpus_per_gpu=2, time="90m", partition="gpu")
+    asked = resources_of(nodes="6", gpus_per_node="4", cpus_per_gpu=2, time="90m", partition="gpu")
     resolved = resolve_resources(asked, partitions)
     assert (resolved.nodes, resolved.cpus_per_gpu, resolved.time) == ("6", 2, "01:30:00")
 
@@ -65,29 +65,32 @@ def test_cluster_without_a_partition_to_use_is_told(
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        (Resources(nodes="7"), "--nodes is 7, but partition gpu has 6"),
-        (Resources(nodes="3", gpus_per_node="8"), "--nodes is 3, but partition gpu has 2 with 8 or more GPUs"),
-        (Resources(nodes="3", partition="small"), "--nodes is 3, but partition small allows 2 per job"),
-        (Resources(gpus_per_node="9"), "--gpus-per-node is 9, but partition gpu has 8 per node"),
-        (Resources(gpus_per_node="4", partition="small"), "has 2 per node: use --gpus-per-node 2 or fewer, or .* gpu"),
+        (resources_of(nodes="7"), "--nodes is 7, but partition gpu has 6"),
+        (resources_of(nodes="3", gpus_per_node="8"), "--nodes is 3, but partition gpu has 2 with 8 or more GPUs"),
+        (resources_of(nodes="3", partition="small"), "--nodes is 3, but partition small allows 2 per job"),
+        (resources_of(gpus_per_node="9"), "--gpus-per-node is 9, but partition gpu has 8 per node"),
+        (
+            resources_of(gpus_per_node="4", partition="small"),
+            "has 2 per node: use --gpus-per-node 2 or fewer, or .* gpu",
+        ),
         (Resources(partition="cpu"), "has 0 per node: use --gpus-per-node 0 to train on CPUs, or .* gpu, old, small"),
         (
-            Resources(gpus_per_node="v100:2"),
+            resources_of(gpus_per_node="v100:2"),
             "is v100:2, but partition gpu has a100:4, h100:8 per node: use one of these, or fewer$",
         ),
         (
-            Resources(gpus_per_node="a100:2", partition="small"),
+            resources_of(gpus_per_node="a100:2", partition="small"),
             "small has 2 without a type per node: use --gpus-per-node 2 or fewer, or one of the partitions gpu",
         ),
-        (Resources(nodes="3", gpus_per_node="h100:8"), "partition gpu has 2 with 8 or more h100 GPUs"),
-        (Resources(gpus_per_node="0", partition="cpu", cpus_per_gpu=9), "has 8 per rank .*use --cpus-per-gpu 8"),
+        (resources_of(nodes="3", gpus_per_node="h100:8"), "partition gpu has 2 with 8 or more h100 GPUs"),
+        (resources_of(gpus_per_node="0", partition="cpu", cpus_per_gpu=9), "has 8 per rank .*use --cpus-per-gpu 8"),
         (
             Resources(partition="gpus"),
             "--partition 'gpus' does not exist: use --partition with one of gpu, cpu, small, old",
         ),
         (Resources(partition="old"), "partition old is down"),
-        (Resources(time="25h"), "--time is 25h, but partition gpu allows 1-00:00:00"),
-        (Resources(gpus_per_node="4", cpus_per_gpu=17), "--cpus-per-gpu is 17.*use --cpus-per-gpu 16 or fewer"),
+        (resources_of(time="25h"), "--time is 25h, but partition gpu allows 1-00:00:00"),
+        (resources_of(gpus_per_node="4", cpus_per_gpu=17), "--cpus-per-gpu is 17.*use --cpus-per-gpu 16 or fewer"),
     ],
 )
 def test_resources_that_the_partition_lacks_are_refused(
@@ -99,10 +102,10 @@ def test_resources_that_the_partition_lacks_are_refused(
 
 
 def test_pretended_nodes_share_the_cpus_and_know_no_types_of_gpus() -> None:
-    assert local_resources(Resources(nodes="100", gpus_per_node="100")).cpus_per_gpu == 1
-    assert local_resources(Resources(gpus_per_node="0")).cpus_per_node == os.cpu_count()
+    assert local_resources(resources_of(nodes="100", gpus_per_node="100")).cpus_per_gpu == 1
+    assert local_resources(resources_of(gpus_per_node="0")).cpus_per_node == os.cpu_count()
     with pytest.raises(UserError, match=r"is a100:2, but --cluster local .*: use --gpus-per-node 2"):
-        local_resources(Resources(gpus_per_node="a100:2"))
+        local_resources(resources_of(gpus_per_node="a100:2"))
 
 
 @pytest.mark.parametrize(
@@ -114,12 +117,12 @@ def test_pretended_nodes_share_the_cpus_and_know_no_types_of_gpus() -> None:
 )
 def test_spares_are_nodes_too(nodes: str, spares: int, message: str, partitions: list[Partition]) -> None:
     with pytest.raises(UserError, match=message):
-        resolve_resources(Resources(nodes=nodes), partitions, spares)
-    assert resolve_resources(Resources(nodes="5"), partitions, spares=1).nodes == "5"
+        resolve_resources(resources_of(nodes=nodes), partitions, spares)
+    assert resolve_resources(resources_of(nodes="5"), partitions, spares=1).nodes == "5"
 
 
 def with_recovery(cluster: str = "slurm", **recovery: Any) -> RunSpec:
-    return script_spec(cluster=cluster, resources=Resources(time="00:10:00"), recovery=Recovery(**recovery))
+    return script_spec(cluster=cluster, resources=resources_of(time="00:10:00"), recovery=recovery_of(**recovery))
 
 
 @pytest.mark.parametrize(
@@ -145,11 +148,11 @@ def test_slurm_checks_and_local_runs_have_the_same_default_limit(
     partitions: list[Partition], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hpc.run.spec._DEFAULT_LIMIT_MINUTES", 120, raising=False)
-    asked = Resources(gpus_per_node="0", partition="cpu")
+    asked = resources_of(gpus_per_node="0", partition="cpu")
     assert resolve_resources(asked, partitions).time == "02:00:00"
     assert local_resources(asked).time == "02:00:00"
     with pytest.raises(UserError, match="--signal-before is 3h, but the time limit is 02:00:00"):
-        check_recovery(script_spec(resources=asked, recovery=Recovery(signal_before="3h")))
+        check_recovery(script_spec(resources=asked, recovery=recovery_of(signal_before="3h")))
 
 
 def test_setup_that_could_not_run_is_refused() -> None:

@@ -1,9 +1,9 @@
 import pytest
+from hpc.submissions.gpu_use import resolve_device
 
 from hpc.base.errors import UserError
 from hpc.base.node_info import TorchBuild
 from hpc.slurm.client import TESTBED_DIRECTORY
-from hpc.submissions.gpu_use import resolve_device
 
 FOR_GPUS, FOR_CPUS = TorchBuild(version="2.15", accelerator="CUDA 13.2"), TorchBuild(version="2.15", accelerator=None)
 
