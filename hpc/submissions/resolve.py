@@ -80,6 +80,7 @@ def _check_nodes(asked: Resources, spares: int, kinds: list[Partition], *, some:
     most = min([has, *(kind.max_nodes_per_job for kind in kinds if kind.max_nodes_per_job is not None)])
     if asked.nodes.most + spares > most:
         gives = f"has {has}" if most == has else f"allows {most} per job"
+        gpus = asked.gpus_per_node
         suffix = f" with {gpus.count} or more {gpus.kind or ''} GPUs".replace("  ", " ") if some else ""
         typed = f"--nodes is {asked.nodes}" + (f" and --spares {spares}" if spares else "")
         advice = f"--nodes {most}" if asked.nodes.most > most else f"--spares {most - asked.nodes.most}"
