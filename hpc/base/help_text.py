@@ -93,7 +93,9 @@ def annotated(options: type[Any], mark: Callable[[str], Any]) -> type[Any]:
             types[field.name] = Annotated[(_tyro_type(field), *_tyro_marks(field), mark(field.name))]
             if isinstance(field.default, Word):
                 values[field.name] = str(field.default)
-    members = {"__annotations__": types, "__doc__": options.__doc__, **values}
+    # The checks of the class expect values, but the help has the texts of some.
+    unchecked = {"__post_init__": lambda _: None}
+    members = {"__annotations__": types, "__doc__": options.__doc__, **unchecked, **values}
     return dataclasses.dataclass(frozen=True, kw_only=True)(type(options.__name__, (options,), members))
 
 

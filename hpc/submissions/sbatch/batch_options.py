@@ -244,8 +244,10 @@ def _memory(option: Option) -> str:
 
 def _time(option: Option) -> str:
     """Return a time limit in a form in which nobody can take minutes for hours."""
+    is_clear = "-" in option.value or option.value.count(":") == 2
     try:
-        return str(TimeLimit.parse_as_slurm(option.value))
+        limit = TimeLimit.parse_as_slurm(option.value)
+        return option.value if is_clear else str(limit)
     except ValueError as error:
         raise UserError(f"line {option.line}: --{option.name} {error}") from error
 

@@ -9,7 +9,7 @@ import pytest
 
 from hpc.base import program
 from hpc.base.errors import UserError
-from hpc.base.units import Duration
+from hpc.base.units import Duration, NodeRange
 from hpc.commands.cluster.doctor import DoctorOptions
 from hpc.commands.start.status import StatusOptions
 from hpc.run.spec import Recovery
@@ -73,7 +73,7 @@ def test_a_value_of_python_is_what_its_text_would_be() -> None:
     given = {"data": Path("x"), "nodes": 2, "lr": 1, "setup": ("a",), "stage-dir": Path("/x"), "elastic": True}
     made = program.build(SubmitTraining, given)
     assert made == program.build(SubmitTraining, typed)
-    assert (made.train.lr, made.resources.nodes, made.stage_dir) == (1.0, "2", Path("/x"))
+    assert (made.train.lr, made.resources.nodes, made.stage_dir) == (1.0, NodeRange(2), Path("/x"))
     assert program.build(SubmitTraining, program.values_of(made)) == made
 
 
