@@ -14,7 +14,7 @@ from functools import cache, partial
 from hpc.base.errors import TorchrelayError
 from hpc.run.events.kinds import Excluded, NotContinued, Requeued, Resubmitted
 from hpc.slurm import client as slurm
-from hpc.slurm import handover, job_fields, sinfo
+from hpc.slurm import handover, job_fields, sinfo, squeue
 from hpc.slurm.predecessors import redirect_waiting_jobs
 from jobs.node_attempt import NodeAttempt, ask_slurm, log
 
@@ -120,7 +120,7 @@ def _holds(node: NodeAttempt, dead: set[str]) -> bool:
     A node that does not answer Slurm counts as dead: it may have died after the agents noticed the `dead` ones.
     """
     held = dead - set(sinfo.dead_nodes(sorted(dead))) | sinfo.silent_nodes(node.allocation.hostnames)
-    job = slurm.jobs().get(node.allocation.job_id) if held else None
+    job = squeue.jobs().get(node.allocation.job_id) if held else None
     # A dead node that has been rebooted is not down any more, but no longer belongs to the job.
     return job is not None and not held.isdisjoint(slurm.hostnames(job.nodes))
 

@@ -27,7 +27,7 @@ from hpc.run.nodedir import stage_dir_on_node
 from hpc.run.own_packages import packages_alone
 from hpc.run.rundir import RunDir
 from hpc.run.spec import Network
-from hpc.slurm import client as slurm
+from hpc.slurm import squeue
 from hpc.slurm.srun import users_pythonpath
 from jobs import claim
 from jobs.control.addresses import first_node_hosts, interface_of, own_addresses
@@ -146,7 +146,7 @@ def client_error() -> str:
     if missing:
         return f"{', '.join(missing)}: not on the PATH"
     try:
-        slurm.jobs()
+        squeue.jobs()
     except TorchrelayError as error:
         return str(error)
     return ""

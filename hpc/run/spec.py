@@ -101,13 +101,13 @@ class Resources:
         if self.cpus_per_gpu is not None and self.cpus_per_gpu < 1:
             raise UserError(f"--cpus-per-gpu is {self.cpus_per_gpu}: use 1 or more")
         for option in self.sbatch:
-            key, separator, given = option.partition("=")
-            if not re.fullmatch(r"[a-z][a-z0-9-]*", key) or bool(separator) != bool(given) or "\n" in given:
+            key, separator, value = option.partition("=")
+            if not re.fullmatch(r"[a-z][a-z0-9-]*", key) or bool(separator) != bool(value) or "\n" in value:
                 raise UserError(f"--sbatch {option!r}: use KEY=VALUE, such as mail-type=END, or KEY, such as exclusive")
             if key in MANAGED_SBATCH:
                 raise UserError(f"--sbatch {key}: {MANAGED_SBATCH[key]}")
             # --gpus-per-node sets the same field of the job, so sbatch would silently ignore --gres.
-            if key == "gres" and self.gpus_per_node.count and re.search(r"(^|,)(gres:)?gpu\b", given):
+            if key == "gres" and self.gpus_per_node.count and re.search(r"(^|,)(gres:)?gpu\b", value):
                 raise UserError(f"--sbatch {option}: use --gpus-per-node instead, for example --gpus-per-node a100:2")
 
     @property
@@ -176,8 +176,8 @@ class Recovery:
                 f"--signal-before is {lead}: use --signal-before {needed}s or more, or leave it out"
             )
         if self.stop_signal != "auto" and self.stop_signal.removeprefix("SIG") not in _STOP_SIGNALS:
-            known = ", ".join(_STOP_SIGNALS)
-            raise UserError(f"--stop-signal is {self.stop_signal!r}: use one of {known}, or auto")
+            names = ", ".join(_STOP_SIGNALS)
+            raise UserError(f"--stop-signal is {self.stop_signal!r}: use one of {names}, or auto")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,10 +23,10 @@ from hpc.run.events.kinds import Submitted
 from hpc.run.events.ledger import EventWriter
 from hpc.run.rundir import RunDir
 from hpc.run.spec import Resources, RunSpec
-from hpc.slurm import bad_nodes, handover, sinfo
+from hpc.slurm import bad_nodes, handover, sbatch, sinfo, squeue
 from hpc.slurm import client as slurm
 from hpc.slurm.predecessors import dependency
-from hpc.slurm.sbatch_reply import StartEstimate, lacks_nodes, parse_estimate, refusal
+from hpc.slurm.sbatch import StartEstimate, lacks_nodes, parse_estimate, refusal
 from hpc.slurm.srun import own_pythonpath
 
 # The script's srun inherits these variables from the shell in which sbatch was typed. In another job's shell, they pin
@@ -88,9 +88,9 @@ def _whole_packages(run: RunDir) -> list[str]:
 
 
 def _unset(resources: Resources) -> str:
-    given = {option.partition("=")[0].replace("-", "_").upper() for option in resources.sbatch}
+    typed = {option.partition("=")[0].replace("-", "_").upper() for option in resources.sbatch}
     names = [*_BINDING, *([] if resources.gpus_per_node.count else ["GPUS_PER_NODE"])]
-    return shlex.join(["unset", *(f"SLURM_{name}" for name in names if name not in given)])
+    return shlex.join(["unset", *(f"SLURM_{name}" for name in names if name not in typed)])
 
 
 def setup(run: RunDir, resources: Resources) -> list[str]:
@@ -134,12 +134,12 @@ class SlurmExecutor(SubmititSlurm):
         try:
             return handover.nodes_to_exclude(self.run, self.spec, History([]))
         except TorchrelayError:
-            return handover.given_nodes(self.spec)  # sbatch will say what is wrong
+            return handover.typed_exclude(self.spec)  # sbatch will say what is wrong
 
     @property
     def notes(self) -> list[str]:
         """What differs from the user's flags, for the user."""
-        more = set(self.excluded) - set(handover.given_nodes(self.spec))
+        more = set(self.excluded) - set(handover.typed_exclude(self.spec))
         # Usually there are none, and then the runs directory need not be searched again.
         avoided = [str(bad) for bad in bad_nodes.known(self.run.path.parent) if bad.node in more] if more else []
         remove = f"to use a node again, remove .bad-node.*.NODE.* in {self.run.path.parent}"
@@ -157,7 +157,7 @@ class SlurmExecutor(SubmititSlurm):
         """
         if self.spec.after or self.spec.after_ok:
             # The script does not name the dependency, because the run's later jobs use it with other dependencies.
-            self.waits_for = dependency(self.run, self.spec, slurm.jobs())
+            self.waits_for = dependency(self.run, self.spec, squeue.jobs())
         write_atomic(directory.environment, json.dumps(dict(os.environ)), mode=0o600)
         write_atomic(directory.script, self.script())
 
@@ -170,25 +170,25 @@ class SlurmExecutor(SubmititSlurm):
         """
         try:
             return self._queue()
-        except slurm.NotQueuedError as error:
+        except sbatch.NotQueuedError as error:
             raise UserError(f"sbatch refused the job: {refusal(error.printed, self.spec)}") from error
 
     def _queue(self) -> str:
         waits = [f"--dependency={self.waits_for}"] if self.waits_for else []
-        expedited = [] if self.spec.recovery.start_once else slurm.requeue_options()
+        expedited = [] if self.spec.recovery.start_once else sbatch.requeue_options()
         try:
-            return slurm.queue(self.run.script, [*waits, *expedited, *self._more_options()])
-        except slurm.NotQueuedError as error:
+            return sbatch.queue(self.run.script, [*waits, *expedited, *self._more_options()])
+        except sbatch.NotQueuedError as error:
             if not self._excludes_less_after(error.printed):
                 raise
             return self._queue()
 
     def _excludes_less_after(self, sbatch_error: str) -> bool:
         """Exclude only the user's --exclude if sbatch refuses the job for more. Returns whether that is so."""
-        given = handover.given_nodes(self.spec)
-        if self.excluded == given or not handover.leaves_too_few_nodes(sbatch_error):
+        typed = handover.typed_exclude(self.spec)
+        if self.excluded == typed or not handover.leaves_too_few_nodes(sbatch_error):
             return False
-        self.excluded = given
+        self.excluded = typed
         return True
 
     def estimate_start(self) -> StartEstimate | None:
@@ -212,8 +212,8 @@ class SlurmExecutor(SubmititSlurm):
 def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:
     """Return submitit's parameters for the job of a run. Pure."""
     resources = spec.resources
-    given = (option.partition("=") for option in resources.sbatch)
-    extra: dict[str, Any] = {key: value if separator else True for key, separator, value in given}
+    options = (option.partition("=") for option in resources.sbatch)
+    extra: dict[str, Any] = {key: value if separator else True for key, separator, value in options}
     # With --requeue, Slurm requeues a job whose node died even if JobRequeue=0. A job that waits for other runs needs
     # it with --start-once, too: if it starts too early, it is requeued (jobs.deferral).
     starts_once = spec.recovery.start_once and not (spec.after or spec.after_ok)

@@ -51,7 +51,7 @@ def partitions() -> list[Partition]:
 
 def parse_partitions(text: str) -> list[Partition]:
     """Parse `sinfo --format=%P|%a|%l|%L|%s|%D|%c|%G`."""
-    found = []
+    partitions = []
     for line in text.splitlines():
         name, avail, limit, default, job_size, nodes, cpus, gres = line.split("|")
         most = job_size.split("-")[-1]
@@ -63,8 +63,8 @@ def parse_partitions(text: str) -> list[Partition]:
             gpu_types=gpus_in(gres),
             cpus=int(re.match(r"\d+", cpus)[0]),  # type: ignore[index]  # sinfo prints a number, or `8+`
         )  # fmt: skip
-        found.append(partition)
-    return found
+        partitions.append(partition)
+    return partitions
 
 
 def _time_limit(text: str) -> TimeLimit | None:
@@ -74,10 +74,10 @@ def _time_limit(text: str) -> TimeLimit | None:
 
 def gpus_in(gres: str) -> dict[str, int]:
     """Return the number of GPUs by type in a text such as `gpu:a100:4(S:0-1),nvme:1`. Untyped GPUs have the type ''."""
-    found = Counter[str]()
+    counts = Counter[str]()
     for gpu_type, count in re.findall(r"(?:^|,)gpu(?::([^:,()]+))?:(\d+)", gres):
-        found[gpu_type] += int(count)
-    return dict(found)
+        counts[gpu_type] += int(count)
+    return dict(counts)
 
 
 def usable_nodes(partition: str | None) -> set[str]:

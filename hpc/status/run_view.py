@@ -43,7 +43,7 @@ from hpc.run.spec import RunSpec
 from hpc.services.notification.notices import unsent_messages
 from hpc.services.tracking.sender import last_events
 from hpc.slurm import client as slurm
-from hpc.slurm import handover
+from hpc.slurm import handover, squeue
 from hpc.slurm.alive import jobs_by_run
 from hpc.slurm.predecessors import predecessors_of
 from hpc.slurm.squeue import SlurmJob, jobs_by_script
@@ -454,7 +454,7 @@ class StatusCache:
         # A run without a script was not submitted to Slurm.
         if any(run.script.exists() for run in runs) and slurm.is_available():
             try:
-                self._jobs = slurm.jobs()
+                self._jobs = squeue.jobs()
             except TorchrelayError as error:
                 self.problem = f"Slurm does not answer, so this is what the run directories record: {error}"
         self._queried = time.monotonic()

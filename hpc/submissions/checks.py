@@ -50,8 +50,8 @@ def check_recovery(spec: RunSpec) -> None:
             f"--interface is {spec.network.interface}, but --cluster local has no network between nodes: leave it out"
         )
     if spec.stop_signal and spec.training:
-        given = spec.recovery.stop_signal
-        raise UserError(f"--stop-signal is {given}, but it applies only to your own script: leave it out")
+        name = spec.recovery.stop_signal
+        raise UserError(f"--stop-signal is {name}, but it applies only to your own script: leave it out")
     least = spec.resources.time_min and spec.resources.time_min.typed
     shortest, longer, may_be = (least, "--time-min", "may be") if least else (spec.resources.time_limit, "--time", "is")
     flag, lead = "--signal-before", spec.recovery.signal_before
@@ -93,16 +93,16 @@ def runs_dir_warnings(runs_dir: Path, *, on_cluster: bool) -> list[str]:
     real = runs_dir.expanduser().resolve()
     missing = missing_features(real)
     where = f"--runs-dir {runs_dir}: its file system ({file_system_type(real)}) has no"
-    found = [f"{where} {feature}: {LOST[feature]}; use a directory on other storage" for feature in missing]
+    warnings = [f"{where} {feature}: {LOST[feature]}; use a directory on other storage" for feature in missing]
     if Feature.HARD_LINKS in missing:
-        raise UserError(found[0])
+        raise UserError(warnings[0])
     point = automounted_at(real)
     if on_cluster and point is not None and not has_been_seen_by_nodes(real):
-        found.append(
+        warnings.append(
             f"--runs-dir {real} is below {point}, where this machine mounts on demand (autofs): unless the nodes do "
             f"the same, no run starts; check with hpc doctor --node --runs-dir {real}, or use another path to it"
         )
-    return found
+    return warnings
 
 
 def is_node_local(path: Path) -> bool:

@@ -17,8 +17,7 @@ from hpc.run.spec import Cluster, RunSpec
 from hpc.run.spec_file import script_program
 from hpc.services.notification.recipients import with_known_names
 from hpc.services.tracking.submission import check_ready
-from hpc.slurm import client as slurm
-from hpc.slurm import sinfo
+from hpc.slurm import sinfo, squeue
 from hpc.slurm.predecessors import dependency
 from hpc.submissions import checks, data_checks, resolve
 from hpc.submissions.cluster_choice import choose_cluster, slurm_only
@@ -121,7 +120,7 @@ def _check_predecessors(run: RunDir, spec: RunSpec) -> None:
     if any(option.startswith("dependency=") for option in spec.resources.sbatch):
         raise UserError("--sbatch dependency= and --after are both given: use one of them")
     try:
-        dependency(run, spec, slurm.jobs())
+        dependency(run, spec, squeue.jobs())
     except TorchrelayError as error:
         raise UserError(f"run {run.name} would never begin: {error}") from error
 

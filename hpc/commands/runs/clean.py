@@ -31,6 +31,7 @@ from hpc.run.events.history import State
 from hpc.run.ownership import check_is_own
 from hpc.run.rundir import RunDir
 from hpc.slurm import client as slurm
+from hpc.slurm import squeue
 from hpc.slurm.alive import local_jobs, slurm_jobs
 from hpc.slurm.squeue import SlurmJob
 from hpc.status.run_view import StatusCache
@@ -144,7 +145,7 @@ def _chosen(options: CleanOptions) -> list[Holding]:
     states = {row.run_dir: row.state for row in cache.summaries(runs)}
     if cache.problem:
         raise TorchrelayError(f"{cache.problem}; which runs have ended is unknown: try again later")
-    jobs = slurm.jobs() if any(run.script.exists() for run in runs) and slurm.is_available() else None
+    jobs = squeue.jobs() if any(run.script.exists() for run in runs) and slurm.is_available() else None
     found = list[Holding]()
     for run in runs:
         problem = why_it_stays(run, states.get(str(run.path), "running"), jobs)
