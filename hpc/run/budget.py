@@ -125,23 +125,21 @@ def budget_after(history: Iterable[PastInterruption]) -> Budget:
     time limit is a failure only if its attempt did no step, for example because staging takes longer than the limit.
     """
     budget, before, restored = Budget(), None, 0
-    for interruption in history:
-        rule, row = _rule(interruption.cause), budget.row
-        trained = interruption.restored_step is not None and (interruption.step or 0) > interruption.restored_step
-        if interruption.restored_step is not None:
-            row, restored = (() if interruption.restored_step > restored else row), interruption.restored_step
-        if interruption.step is None and interruption.cause in _ENDED_FROM_OUTSIDE:
+    for past in history:
+        rule, row = _rule(past.cause), budget.row
+        trained = past.restored_step is not None and (past.step or 0) > past.restored_step
+        if past.restored_step is not None:
+            row, restored = (() if past.restored_step > restored else row), past.restored_step
+        if past.step is None and past.cause in _ENDED_FROM_OUTSIDE:
             rule, row = None, ()
-        elif interruption.step is None and interruption.ran_seconds > _LONG_SECONDS:
+        elif past.step is None and past.ran_seconds > _LONG_SECONDS:
             row, before = (), None
-        if rule is None or (interruption.cause == Cause.TIME_LIMIT and trained):
-            budget = Budget(cause=interruption.cause, row=row)
+        if rule is None or (past.cause == Cause.TIME_LIMIT and trained):
+            budget = Budget(cause=past.cause, row=row)
             continue
-        repeated = before is not None and _is_same(before, interruption)
-        budget, before = (
-            Budget(cause=interruption.cause, row=(*row, interruption.cause), is_repeated=repeated),
-            interruption,
-        )
+        repeated = before is not None and _is_same(before, past)
+        budget = Budget(cause=past.cause, row=(*row, past.cause), is_repeated=repeated)
+        before = past
     return budget
 
 

@@ -9,6 +9,7 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ from hpc.run.events.ledger import EventWriter
 from hpc.run.rundir import RunDir
 from hpc.run.spec import Resources, RunSpec
 from hpc.slurm import bad_nodes, handover, sbatch, sinfo, squeue
-from hpc.slurm import client as slurm
 from hpc.slurm.predecessors import dependency
 from hpc.slurm.sbatch import StartEstimate, lacks_nodes, parse_estimate, refusal
 from hpc.slurm.srun import own_pythonpath
@@ -145,9 +145,6 @@ class SlurmExecutor(SubmititSlurm):
         remove = f"to use a node again, remove .bad-node.*.NODE.* in {self.run.path.parent}"
         return [f"the job avoids {', '.join(avoided)}; {remove}"] if avoided else []
 
-    def _more_options(self) -> list[str]:
-        return [f"--exclude={','.join(self.excluded)}"] if self.excluded else []
-
     def prepare(self, directory: RunDir) -> None:
         """Find the jobs to wait for, and write the job's files into `directory`, which still has a temporary name.
 
@@ -168,28 +165,12 @@ class SlurmExecutor(SubmititSlurm):
             UserError: sbatch refused the script.
             TorchrelayError: sbatch failed, and it is unknown whether the job is queued.
         """
+        options = [f"--dependency={self.waits_for}"] if self.waits_for else []
+        options += [] if self.spec.recovery.start_once else sbatch.requeue_options()
         try:
-            return self._queue()
+            return self._excluding(lambda exclude: sbatch.queue(self.run.script, [*options, *exclude]))
         except sbatch.NotQueuedError as error:
-            raise UserError(f"sbatch refused the job: {refusal(error.printed, self.spec)}") from error
-
-    def _queue(self) -> str:
-        waits = [f"--dependency={self.waits_for}"] if self.waits_for else []
-        expedited = [] if self.spec.recovery.start_once else sbatch.requeue_options()
-        try:
-            return sbatch.queue(self.run.script, [*waits, *expedited, *self._more_options()])
-        except sbatch.NotQueuedError as error:
-            if not self._excludes_less_after(error.printed):
-                raise
-            return self._queue()
-
-    def _excludes_less_after(self, sbatch_error: str) -> bool:
-        """Exclude only the user's --exclude if sbatch refuses the job for more. Returns whether that is so."""
-        typed = handover.typed_exclude(self.spec)
-        if self.excluded == typed or not handover.leaves_too_few_nodes(sbatch_error):
-            return False
-        self.excluded = typed
-        return True
+            raise self._refused(error) from error
 
     def estimate_start(self) -> StartEstimate | None:
         """Return when Slurm would start the job; None if too few nodes are in service now.
@@ -200,13 +181,27 @@ class SlurmExecutor(SubmititSlurm):
         # The nodes are counted before sbatch is asked: if nodes return to service in between, sbatch's refusal must not
         # be taken for the user's mistake.
         in_service = len(sinfo.responding_nodes(self.spec.resources.partition))
-        done = slurm.complete("sbatch", "--test-only", *self._more_options(), text=self.script())
-        if done.returncode != 0 and self._excludes_less_after(done.stderr):
-            return self.estimate_start()
-        # With --test-only, sbatch refuses a job that it would otherwise queue until enough nodes are back.
-        if done.returncode != 0 and not (lacks_nodes(done.stderr) and in_service < self.spec.job_nodes.fewest):
-            raise UserError(f"sbatch refused the job: {refusal(done.stderr, self.spec)}")
-        return parse_estimate(done.stderr)
+        try:
+            return parse_estimate(self._excluding(lambda exclude: sbatch.test(self.script(), exclude)))
+        except sbatch.NotQueuedError as error:
+            # With --test-only, sbatch refuses a job that it would otherwise queue until enough nodes are back.
+            if lacks_nodes(error.printed) and in_service < self.spec.job_nodes.fewest:
+                return None
+            raise self._refused(error) from error
+
+    def _excluding(self, ask: Callable[[list[str]], str]) -> str:
+        """Call sbatch with the option that excludes `excluded`; if it refuses that, only the user's --exclude."""
+        try:
+            return ask(sbatch.exclude_option(self.excluded))
+        except sbatch.NotQueuedError as error:
+            typed = handover.typed_exclude(self.spec)
+            if self.excluded == typed or not handover.leaves_too_few_nodes(error.printed):
+                raise
+            self.excluded = typed
+            return ask(sbatch.exclude_option(typed))
+
+    def _refused(self, error: sbatch.NotQueuedError) -> UserError:
+        return UserError(f"sbatch refused the job: {refusal(error.printed, self.spec)}")
 
 
 def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:
@@ -259,21 +254,6 @@ def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:
     }
 
 
-class LocalExecutor(SubmititLocal):
-    """Starts the agents of a run on this machine, one task per simulated node."""
-
-    def __init__(self, run: RunDir, spec: RunSpec) -> None:
-        super().__init__(run.logs, agent_command(run))
-        nodes = spec.resources.nodes.most
-        self.update_parameters(
-            tasks_per_node=nodes,
-            gpus_per_node=nodes * spec.resources.gpus_per_node.count,
-            timeout_min=spec.resources.time_limit.minutes,
-            signal_delay_s=spec.stop_lead_seconds,
-            stderr_to_stdout=True,
-        )
-
-
 def start_local(run: RunDir) -> str:
     """Start a local run in a session of its own and return the job's id. Raises UserError if it does not start.
 
@@ -294,10 +274,22 @@ def start_local(run: RunDir) -> str:
 
 
 def main(argv: list[str]) -> None:
-    """Start submitit's controller and record its id. A separate process does this, because the user may kill `hpc`."""
+    """Start the agents, one task per simulated node, under submitit's controller, and record its id.
+
+    A separate process does this, because the user may kill `hpc`.
+    """
     run = RunDir(Path(argv[0]))
     spec = RunSpec.load(run)
-    job_id = LocalExecutor(run, spec).start()
+    nodes = spec.resources.nodes.most
+    executor = SubmititLocal(run.logs, agent_command(run))
+    executor.update_parameters(
+        tasks_per_node=nodes,
+        gpus_per_node=nodes * spec.resources.gpus_per_node.count,
+        timeout_min=spec.resources.time_limit.minutes,
+        signal_delay_s=spec.stop_lead_seconds,
+        stderr_to_stdout=True,
+    )
+    job_id = executor.start()
     submitted = Submitted(
         job_id=job_id,
         cluster=spec.cluster,

@@ -57,7 +57,7 @@ def submit(
         "--begin=now",
         f"--dependency={dependency}",
         *requeue_options(),
-        *([f"--exclude={','.join(exclude)}"] if exclude else []),
+        *exclude_option(exclude),
     ]
     try:
         return queue(script, options, environment)
@@ -97,6 +97,19 @@ def queue(script: Path, options: Sequence[str], environment: Mapping[str, str] |
             f"hpc cancel {script.parent}, or sbatch {script} if there is no such job"
         )
     raise NotQueuedError(done)
+
+
+def test(script: str, options: Sequence[str]) -> str:
+    """Call `sbatch --test-only`, and return what it prints. Raises NotQueuedError if sbatch would refuse the script."""
+    done = client.complete("sbatch", "--test-only", *options, text=script)
+    if done.returncode != 0:
+        raise NotQueuedError(done)
+    return done.stderr
+
+
+def exclude_option(nodes: Sequence[str]) -> list[str]:
+    """Return the option of sbatch that excludes nodes, which are names or lists (gpu[01-03])."""
+    return [f"--exclude={','.join(nodes)}"] if nodes else []
 
 
 def _ids_of(script: Path) -> tuple[list[str], str]:

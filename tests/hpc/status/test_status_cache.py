@@ -18,6 +18,7 @@ from hpc.commands.cluster import supervise
 from hpc.commands.start import status
 from hpc.run.events.kinds import Event
 from hpc.run.rundir import RunDir
+from hpc.slurm import client
 from hpc.slurm.alive import jobs_by_run
 from hpc.slurm.squeue import parse_jobs
 from hpc.status.cells import wait_reason
