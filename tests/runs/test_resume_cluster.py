@@ -31,7 +31,7 @@ def test_time_limit_is_that_of_the_new_partition_unless_it_was_typed(ordinary_us
     run = cancelled(ordinary_user, "default")
     assert resumed(run) == {"partition": "gpu", "limit": "1:00:00"}
     found = resumed(run, "--partition=urgent")
-    assert found == {"partition": "urgent", "limit": "30:00", "--partition": "urgent", "--time": "00:30:00"}
+    assert found == {"partition": "urgent", "limit": "30:00", "--partition": "urgent", "--time": "30m"}
     assert resumed(run, "--cpus-per-gpu=2")["limit"] == "30:00", "as before"
     assert resumed(run, "--partition=gpu")["limit"] == "1:00:00"
     assert resumed(run, "--time=2h")["limit"] == "2:00:00"

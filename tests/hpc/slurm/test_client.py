@@ -133,6 +133,15 @@ def test_preemption_of_an_earlier_start_does_not_count(since: str, preempted: bo
 
 
 @pytest.mark.parametrize(
+    ("limit", "least", "shortened"),
+    [("00:10:00", "00:05:00", True), ("01:00:00", "00:05:00", False), ("00:10:00", "N/A", False)],
+    ids=["by --time-min", "not shortened", "by scontrol update: a requeue keeps it"],
+)
+def test_job_whose_limit_was_shortened(limit: str, least: str, *, shortened: bool) -> None:
+    assert job_fields.is_shortened({"TimeLimit": limit, "TimeMin": least}, 60) is shortened
+
+
+@pytest.mark.parametrize(
     ("parameters", "options"),
     [("idle_on_node_suspend,enable_expedited_requeue", "--requeue=expedite"), ("(null)", "")],
 )

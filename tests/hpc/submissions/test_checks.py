@@ -17,7 +17,7 @@ from training.config.train_config import TrainConfig
 
 
 def with_recovery(cluster: str = "slurm", **recovery: Any) -> RunSpec:
-    return script_spec(cluster=cluster, resources=resources_of(time="00:10:00"), recovery=recovery_of(**recovery))
+    return script_spec(cluster=cluster, resources=resources_of(time="10m"), recovery=recovery_of(**recovery))
 
 
 @pytest.mark.parametrize(
