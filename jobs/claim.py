@@ -20,7 +20,7 @@ from hpc.run.events.ledger import EventWriter, claim_file, record_once
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.slurm import client as slurm
-from hpc.slurm import handover
+from hpc.slurm import handover, squeue
 from hpc.slurm.predecessors import dependency, predecessors_of, wait_again
 from jobs.node_attempt import STORAGE_SECONDS, NodeAllocation, ask_slurm, await_storage, log
 
@@ -102,7 +102,7 @@ def must_wait(run: RunDir, spec: RunSpec, allocation: NodeAllocation) -> bool:
     """
     if allocation.cluster != "slurm" or not (spec.after or spec.after_ok):
         return False
-    jobs = ask_slurm(slurm.jobs, _CONTROLLER_SECONDS)
+    jobs = ask_slurm(squeue.jobs, _CONTROLLER_SECONDS)
     waits = [predecessor for predecessor in predecessors_of(run, spec, jobs) if not predecessor.is_over]
     if not waits:
         return False
@@ -117,7 +117,7 @@ def must_wait(run: RunDir, spec: RunSpec, allocation: NodeAllocation) -> bool:
     else:
         slurm.requeue_held(job_id)
         # If the other run got a new job before this one was held, release this one to wait for the new job.
-        ask_slurm(lambda: wait_again(run, job_id, slurm.jobs(), held=True), _AFTER_REQUEUE_SECONDS)
+        ask_slurm(lambda: wait_again(run, job_id, squeue.jobs(), held=True), _AFTER_REQUEUE_SECONDS)
     return True
 
 
@@ -129,7 +129,7 @@ def _wait_for_job_end(job_id: str, run: RunDir, allocation: NodeAllocation) -> N
     """Wait until a job of the run has ended or is pending. Raises TorchrelayError if it runs, or after two minutes."""
     deadline = time.monotonic() + _ENDING_SECONDS
     while allocation.cluster == "slurm":
-        job = ask_slurm(slurm.jobs, _CONTROLLER_SECONDS).get(job_id)
+        job = ask_slurm(squeue.jobs, _CONTROLLER_SECONDS).get(job_id)
         if job is None or job.state is JobState.PENDING:
             return
         if not job.state.alive and job.state is not JobState.UNKNOWN:
@@ -229,7 +229,7 @@ def has_lost_first_node(allocation: NodeAllocation) -> bool:
     if allocation.cluster != "slurm":
         return False
     try:
-        job = slurm.jobs().get(allocation.job_id)
-        return job is not None and slurm.lacks_first_node(job)
+        job = squeue.jobs().get(allocation.job_id)
+        return job is not None and squeue.lacks_first_node(job)
     except TorchrelayError:
         return False

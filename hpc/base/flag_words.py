@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from hpc.base import program
+from hpc.base.units import Word
 
 
 def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings in the types of JSON and YAML."""
     return {
-        name: str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
+        name: str(value) if isinstance(value, Path | Word) else list(value) if isinstance(value, tuple) else value
         for name, value in settings.items()
     }
 

@@ -80,10 +80,11 @@ def _headline(record: RunRecord) -> list[str]:
         return []
     resources, task = record.spec.resources, record.task
     words = [task.title, f"on {record.spec.data}"] if task else program_of_run(record.spec).describe()
-    gpus = formats.plural(resources.num_gpus, f"{resources.gpu_type or ''} GPU".strip())
-    gpus = f"{formats.plural(resources.num_gpus, 'rank')} on CPUs" if cells.is_on_cpu(record.summary) else gpus
-    nodes = f"{resources.nodes} node{'s' * (resources.nodes != '1')}"
-    return [*words, nodes + (f" × {gpus}" if resources.num_gpus else " without GPUs")]  # noqa: RUF001 - times
+    count, kind = resources.gpus_per_node.count, resources.gpus_per_node.kind
+    gpus = formats.plural(count, f"{kind or ''} GPU".strip())
+    gpus = f"{formats.plural(count, 'rank')} on CPUs" if cells.is_on_cpu(record.summary) else gpus
+    nodes = f"{resources.nodes} node{'s' * (resources.nodes.most > 1)}"
+    return [*words, nodes + (f" × {gpus}" if count else " without GPUs")]  # noqa: RUF001 - times
 
 
 def _facts(record: RunRecord) -> list[tuple[str, str]]:

@@ -9,19 +9,16 @@ from pathlib import Path
 
 from hpc.base.errors import TorchrelayError, UserError
 from hpc.base.text import visible
-from hpc.base.units import duration_seconds
 from hpc.commands import cli
 from hpc.run.nodedir import check_stage_dir
 from hpc.run.rundir import RunDir, check_run_name
 from hpc.run.spec import Cluster, RunSpec
 from hpc.services.notification.recipients import with_known_names
 from hpc.services.tracking.opening import tracker_of
-from hpc.slurm import client as slurm
-from hpc.slurm import sinfo
+from hpc.slurm import sinfo, squeue
 from hpc.slurm.predecessors import dependency
-from hpc.submissions import checks
+from hpc.submissions import checks, resolve
 from hpc.submissions.cluster_choice import choose_cluster, slurm_only
-from hpc.submissions.gpu_use import resolve_device
 from hpc.submissions.options import SubmitOptions
 from hpc.submissions.user_code.code_notes import warnings_of_code
 from hpc.submissions.user_code.own_code import UserCode, find_code
@@ -41,11 +38,11 @@ def plan(options: SubmitOptions) -> tuple[RunDir, RunSpec]:
     cluster = choose_cluster(options.cluster, options.resources, in_terminal=in_terminal)
     checks.check_setup(options.resources.setup, cluster)
     if cluster == "slurm":
-        resources = checks.resolve_resources(options.resources, sinfo.partitions(), options.recovery.spares)
+        resources = resolve.resolve_resources(options.resources, sinfo.partitions(), options.recovery.spares)
         for flag, path in {"--data": resolved.data, **resolved.files}.items():
             checks.check_is_shared(flag, path)
     else:
-        resources = checks.local_resources(options.resources)
+        resources = resolve.local_resources(options.resources)
     checks.check_runs_dir(options.runs_dir, on_cluster=cluster == "slurm")
     for flag, value in (("--container", options.container), ("--python", options.python)):
         user_environment.check_use(flag, value, trains=not is_script, stages=options.stage_env)
@@ -55,10 +52,10 @@ def plan(options: SubmitOptions) -> tuple[RunDir, RunSpec]:
     )
     # The torch of the user's own environment is unknown until the ranks run.
     build = None if python or image else user_environment.torch_build(None)
-    device = resolve_device(options.device, resources.num_gpus, cluster, build)
+    device = resolve.resolve_device(options.device, resources.gpus_per_node.count, cluster, build)
     # With --device auto, GPUs that were requested but cannot exist (a testbed, no driver) leave the ranks on CPUs.
-    has_gpus = device == "cuda" or (device == "auto" and not resources.num_gpus)
-    options.program.check_ranks(resources.max_nodes * resources.ranks_per_node, has_gpus=has_gpus)
+    has_gpus = device == "cuda" or (device == "auto" and not resources.gpus_per_node.count)
+    options.program.check_ranks(resources.nodes.most * resources.ranks_per_node, has_gpus=has_gpus)
     runs_dir = options.runs_dir.expanduser().resolve()
     name = options.name or _free_name(runs_dir, resolved.name)
     run = RunDir(runs_dir / name)
@@ -79,8 +76,7 @@ def plan(options: SubmitOptions) -> tuple[RunDir, RunSpec]:
     checks.check_recovery(spec)
     for service in spec.tracker:
         tracker_of(service).check()
-    duration_seconds("--stage-keep", spec.stage_keep)
-    if spec.stage_timeout_seconds < _MIN_STAGE_SECONDS:
+    if spec.stage_timeout.seconds < _MIN_STAGE_SECONDS:
         raise UserError(f"--stage-timeout is {spec.stage_timeout}: use {_MIN_STAGE_SECONDS}s or more")
     return run, spec
 
@@ -112,7 +108,7 @@ def _check_predecessors(run: RunDir, spec: RunSpec) -> None:
     if any(option.startswith("dependency=") for option in spec.resources.sbatch):
         raise UserError("--sbatch dependency= and --after are both given: use one of them")
     try:
-        dependency(run, spec, slurm.jobs())
+        dependency(run, spec, squeue.jobs())
     except TorchrelayError as error:
         raise UserError(f"run {run.name} would never begin: {error}") from error
 

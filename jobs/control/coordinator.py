@@ -130,8 +130,8 @@ class Coordinator:
             awaited=self._awaited(),
             bad_nodes=frozenset(self.bad_nodes),
             ranks_per_node=self._node.spec.resources.ranks_per_node,
-            min_nodes=self._node.spec.min_nodes,
-            max_nodes=self._node.spec.resources.max_nodes,
+            min_nodes=self._node.spec.fewest_to_continue,
+            max_nodes=self._node.spec.resources.nodes.most,
             waited_seconds=time.monotonic() - self._began,
             failed_rounds=self._failed_rounds,
         )
@@ -324,7 +324,7 @@ class Coordinator:
         """Have all ranks killed if some hang. torchrun restarts them, except on a node where they cannot be killed."""
         if view.lost & {*view.directive.members} or not self._all_heard():
             return  # the ranks wait for a node that is or may be dead
-        hang = find_hang(view.heartbeats, self._node.spec.recovery.hang_timeout)
+        hang = find_hang(view.heartbeats, self._node.spec.recovery.hang_timeout.typed)
         if hang is None or self._stop:
             return
         # A hang that began before the last interruption belongs to it: those ranks are being killed and restarted.

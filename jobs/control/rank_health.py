@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hpc.base.units import duration_seconds
+from hpc.base.units import Duration
 from jobs.control.messages import RankHeartbeat
 
 # While training, twenty steps without a sign of life are a hang; but slow storage may take a minute for one batch.
@@ -41,9 +41,9 @@ class Hang:
     """Ranks that wait in the kernel for a device or storage of their node."""
 
 
-def timeout_seconds(heartbeat: RankHeartbeat, setting: str) -> float:
-    """Return for how many seconds a rank may show no sign of life in its phase. `setting` is --hang-timeout."""
-    limit = None if setting == "auto" else duration_seconds("--hang-timeout", setting)
+def timeout_seconds(heartbeat: RankHeartbeat, typed: Duration | None) -> float:
+    """Return for how many seconds a rank may show no sign of life. `typed` is --hang-timeout; None for `auto`."""
+    limit = None if typed is None else typed.seconds
     steps = _HANG_STEPS * (heartbeat.step_seconds or 0.0)
     is_timed = heartbeat.phase in _TIMED_PHASES and heartbeat.step_seconds is not None
     if is_timed or heartbeat.state == _STOPPED:
@@ -55,7 +55,7 @@ def timeout_seconds(heartbeat: RankHeartbeat, setting: str) -> float:
     return max(_OTHER_PHASES_SECONDS, limit or 0)
 
 
-def find_hang(heartbeats: Mapping[int, RankHeartbeat], setting: str) -> Hang | None:
+def find_hang(heartbeats: Mapping[int, RankHeartbeat], typed: Duration | None) -> Hang | None:
     """Return the hang if every rank, or a stopped one, has exceeded its timeout; None if not.
 
     Ranks that wait in a step for a rank that saves do not hang. If a process is stopped, however, all others wait for
@@ -63,7 +63,7 @@ def find_hang(heartbeats: Mapping[int, RankHeartbeat], setting: str) -> Hang | N
     """
     # In many scripts only rank 0 writes heartbeats: then the others wait for it.
     heartbeats = {rank: beat for rank, beat in heartbeats.items() if beat.phase not in _SILENT_PHASES} or heartbeats
-    late = [beat for beat in heartbeats.values() if beat.still_seconds > timeout_seconds(beat, setting)]
+    late = [beat for beat in heartbeats.values() if beat.still_seconds > timeout_seconds(beat, typed)]
     is_everybody = bool(late) and len(late) == len(heartbeats)
     if not is_everybody and all(beat.state != _STOPPED for beat in late):
         return None

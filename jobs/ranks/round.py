@@ -116,7 +116,7 @@ class _NextTorchrun:
     ) -> None:
         self._node, self._monitor, self._stop, self._setup = node, monitor, stop, setup
         self._is_certain = directive.preflight
-        may_lose_nodes = node.allocation.num_nodes > node.spec.min_nodes and not node.attempt.start_once
+        may_lose_nodes = node.allocation.num_nodes > node.spec.fewest_to_continue and not node.attempt.start_once
         self._is_due, self._waits = self._is_certain or may_lose_nodes, False
         self._next = time.monotonic() + (0.0 if self._is_certain else _SETTLED_SECONDS)
 
@@ -238,7 +238,12 @@ def _command(
     )  # fmt: skip
     threads = threads_per_rank(allocation, resources.ranks_per_node)
     environment = rank_environment(
-        _base_environment(spec, python), allocation, resources.num_gpus, address, threads, spec.network.interface
+        _base_environment(spec, python),
+        allocation,
+        resources.gpus_per_node.count,
+        address,
+        threads,
+        spec.network.interface,
     )
     environment |= RANK_VARIABLES[spec.device]
     environment |= _rank_variables(node, setup.data, node_dir)

@@ -14,14 +14,16 @@ import msgspec
 from hpc.base.files import nearest_existing
 from hpc.base.flags import Flag
 from hpc.base.node_info import NodeInfo
-from hpc.base.units import walltime_minutes
+from hpc.base.units import NodeRange, TimeLimit
 from hpc.commands import cli
 from hpc.run.spec import Network, Resources
 from hpc.slurm import client as slurm
 from hpc.slurm import sinfo
 from hpc.slurm.srun import own_pythonpath
-from hpc.submissions import checks
+from hpc.submissions import resolve
 from hpc.submissions.user_python import user_environment
+
+_TIME_LIMIT = TimeLimit(600)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +48,9 @@ def probe_nodes(options: NodeOptions, partition: str, stage_dir: Path) -> tuple[
     Raises UserError if a flag is wrong, or the Python of the ranks does not import torch.
     """
     names, asked, network = options.node or (), options.resources, options.network
-    nodes = len(slurm.hostnames(",".join(names))) if names else asked.max_nodes
-    asked = replace(asked, partition=partition, nodes=str(nodes), time=asked.time or "10m")
-    resources = checks.resolve_resources(asked, sinfo.partitions())
+    nodes = len(slurm.hostnames(",".join(names))) if names else asked.nodes.most
+    asked = replace(asked, partition=partition, nodes=NodeRange(nodes), time=asked.time or _TIME_LIMIT)
+    resources = resolve.resolve_resources(asked, sinfo.partitions())
     own = user_environment.find_python()
     _, python = user_environment.resolve(None, options.python, resources.setup, on_cluster=True, found=own)
     print(
@@ -59,8 +61,8 @@ def probe_nodes(options: NodeOptions, partition: str, stage_dir: Path) -> tuple[
     existing = nearest_existing(options.runs_dir.expanduser().resolve())
     with tempfile.TemporaryDirectory(prefix=".doctor-", dir=existing, ignore_cleanup_errors=True) as shared:
         probe = (
-            "jobs.node_probe", shared, str(stage_dir), str(resources.num_gpus), network.interface or "",
-            network.port_range or "", python or sys.executable,
+            "jobs.node_probe", shared, str(stage_dir), str(resources.gpus_per_node.count), network.interface or "",
+            str(network.port_range or ""), python or sys.executable,
         )  # fmt: skip
         return resources, read_reports(slurm.run_srun(srun_argv(resources, names, probe)))
 
@@ -74,9 +76,9 @@ def srun_argv(resources: Resources, names: Sequence[str], module: Sequence[str])
     return [
         "srun", "--quit-on-interrupt", "--label", "--job-name=doctor", f"--partition={resources.partition}",
         f"--nodes={resources.nodes}", "--ntasks-per-node=1",
-        *([f"--gpus-per-node={resources.gpus_per_node}"] if resources.num_gpus else []),
+        *([f"--gpus-per-node={resources.gpus_per_node}"] if resources.gpus_per_node.count else []),
         # One CPU per rank is enough: a larger share might have to wait for other jobs.
-        f"--cpus-per-task={resources.ranks_per_node}", f"--time={walltime_minutes(resources.time or '10m')}",
+        f"--cpus-per-task={resources.ranks_per_node}", f"--time={resources.time_limit.minutes}",
         *(f"--{key}={value}" for key, value in given.items() if value is not None),
         *(f"--{option}" for option in resources.sbatch),
         *([f"--nodelist={','.join(names)}"] if names else []),

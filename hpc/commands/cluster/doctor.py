@@ -125,9 +125,9 @@ def examine_nodes(options: DoctorOptions, partition: str, stage_dir: Path) -> li
     found = judge(OF_LOGIN, inspect_login(options, nodes), "login")
     found += (finding for node in nodes for finding in judge(OF_NODE, node, node.name))
     found += compare(nodes)
-    if len(nodes) < resources.max_nodes:
+    if len(nodes) < resources.nodes.most:
         verdict = costs(
-            f"{len(nodes)} of {resources.max_nodes} nodes answered",
+            f"{len(nodes)} of {resources.nodes.most} nodes answered",
             "runs on the other nodes fail too",
             f"see the messages of srun, and check that the nodes have {sys.executable}: it must be on shared storage",
         )

@@ -68,7 +68,7 @@ def settings_of(run: RunDir, spec: RunSpec) -> dict[str, Any]:
     settings = program.values_of(program_of_run(spec)) | {
         "script": shlex.join(spec.script) or None, "forked_from": spec.forked_from,
         "data": spec.data, "run_dir": str(run.path),
-        "nodes": spec.resources.nodes, "gpus_per_node": spec.resources.gpus_per_node,
+        "nodes": str(spec.resources.nodes), "gpus_per_node": str(spec.resources.gpus_per_node),
         "commit": run.revision.read_text().strip() if run.revision.exists() else None,
     }  # fmt: skip
     return {name.replace("-", "_"): value for name, value in settings.items() if value is not None}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hpc.base.errors import UserError
 from hpc.base.text import did_you_mean
-from hpc.base.units import format_minutes, walltime_minutes
+from hpc.base.units import TimeLimit
 from hpc.run.spec import MANAGED_SBATCH
 from hpc.submissions.sbatch.sbatch_advice import ALONE, LETTERS, WITH_VALUE
 
@@ -210,7 +210,10 @@ def _clear_value(option: Option) -> str:
         return f"{option.value}M" if option.value.isdigit() and option.value != "0" else option.value
     if not option.name.startswith("time") or "-" in option.value or option.value.count(":") == 2:
         return option.value
-    return format_minutes(walltime_minutes(option.value, f"line {option.line}: --{option.name}"))
+    try:
+        return str(TimeLimit.parse_as_slurm(option.value))
+    except ValueError as error:
+        raise UserError(f"line {option.line}: --{option.name} {error}") from error
 
 
 def _signal(option: Option) -> dict[str, list[str]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from support.cluster import TIMEOUT_SECONDS, Site, hpc
-from support.events import script_spec
+from support.events import resources_of, script_spec
 from support.fake_slurm import write_programs
 from support.forked_hpc import run_forked
 from support.waiting import wait_for
@@ -23,7 +23,6 @@ from hpc.base.files import append_json_line
 from hpc.cluster.doctor.node_job import read_reports, srun_argv
 from hpc.commands.cluster.doctor import DoctorOptions, find_run
 from hpc.run.rundir import RunDir
-from hpc.run.spec import Resources
 from hpc.slurm.client import TESTBED_DIRECTORY
 
 ROOT = Path(__file__).parents[4]
@@ -127,12 +126,12 @@ def test_newest_run_that_has_saved_is_the_default(tmp_path: Path) -> None:
 
 
 def test_srun_requests_the_resources_of_submit() -> None:
-    resources = Resources(nodes="2", gpus_per_node="4", partition="gpu", account="me", time="10m", sbatch=("x=y",))
+    resources = resources_of(nodes="2", gpus_per_node="4", partition="gpu", account="me", time="10m", sbatch=("x=y",))
     argv = srun_argv(resources, ("gpu01", "gpu02"), ("module", "argument"))
     asked = {"--nodes=2", "--gpus-per-node=4", "--partition=gpu", "--account=me", "--nodelist=gpu01,gpu02", "--x=y"}
     assert asked <= set(argv)
     assert argv[-2:] == ["module", "argument"]
-    without_gpus = srun_argv(Resources(gpus_per_node="0", partition="cpu", time="10m"), (), ("module",))
+    without_gpus = srun_argv(resources_of(gpus_per_node="0", partition="cpu", time="10m"), (), ("module",))
     assert "--cpus-per-task=1" in without_gpus
     assert not any(word.startswith("--gpu") for word in without_gpus)
 
