@@ -53,9 +53,7 @@ def main() -> int:
         from hpc.base import program  # noqa: PLC0415
         from training.config.command_line import TrainOptions, parse_flags  # noqa: PLC0415
 
-        return _train(
-            parse_flags(TrainOptions, sys.argv[1:], program.called("training"), prints=rank.is_rank_zero), rank
-        )
+        return _train(parse_flags(TrainOptions, sys.argv[1:], program.called("training")), rank)
     except UserError as error:
         if rank.is_rank_zero:
             _print_error(error)

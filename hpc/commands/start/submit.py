@@ -19,4 +19,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = options_for_help(arguments, script)
         return run_verb("submit", lambda parsed: show(start_run(parsed, script), parsed), options, arguments, script)
 
-    return program.run(work, "hpc submit", debug="--debug" in typed, report=program.json_report(typed))
+    return program.run(work, "hpc submit", typed)
