@@ -223,7 +223,7 @@ def _add_flag(add: Callable[..., object], field: Field, help_text: str | None) -
     # A missing value becomes None. argparse's error would hide the error of an unknown flag, which explains more.
     nargs = None if for_help else "*" if is_tuple and not mark.is_repeatable else "?"
     if mark.is_positional:
-        default = [] if nargs == "*" else argparse.SUPPRESS
+        default: Any = [] if nargs == "*" else argparse.SUPPRESS
         add(name, nargs=nargs, default=default, metavar=_metavar(field), help=help_text)
     elif field.type is bool:
         add(*words, dest=name, action="store_true" if for_help else argparse.BooleanOptionalAction, help=help_text)

@@ -61,10 +61,10 @@ def _run(options: TestbedOptions) -> int:
             if not options.json:
                 print(f"{'ended the testbed of' if ended else 'there is no testbed in'} {TESTBED_DIRECTORY}")
                 return 0
-        case "kill-node", str(node):
-            lifecycle.kill_node(node)
-        case "revive-node", str(node):
-            lifecycle.revive_node(node)
+        case "kill-node", str(name):
+            lifecycle.kill_node(name)
+        case "revive-node", str(name):
+            lifecycle.revive_node(name)
     status, console = lifecycle.status(), Console()
     if options.json:
         cli.print_json(asdict(status))
