@@ -211,25 +211,29 @@ def _parser(options: Sequence[type[Any]], prog: str, shown: Help | None = None) 
         container = parser.add_argument_group(field.name.replace("_", " "), about) if group else parser
         for flag in new:
             text = _wrapped(_help_of(flag, texts.get(flag.name, ""), shown), width - _INDENT) if shown else None
-            _add_flag(container.add_argument, flag, text)
+            add_flag(container, flag, text)
     return parser
 
 
-def _add_flag(add: Callable[..., object], field: Field, help_text: str | None) -> None:
-    """Add a flag to a parser, in all its spellings or, if it has a help text, in those that the help shows."""
+def add_flag(parser: Any, field: Field, help_text: str | None = None) -> argparse.Action:
+    """Add a flag to a parser or a group: with all its spellings or, if it has a help text, as people should see it."""
     name, mark, for_help = flag_name(field), mark_of(field), help_text is not None
     _, _, is_tuple = _unwrapped(field.type)
     words = [*filter(None, [mark.letter]), f"--{name}", *([] if for_help else [f"--{field.name}"])]
     # A missing value becomes None. argparse's error would hide the error of an unknown flag, which explains more.
-    nargs = None if for_help else "*" if is_tuple and not mark.is_repeatable else "?"
+    nargs = "*" if is_tuple and not mark.is_repeatable else "?"
+    settings: dict[str, Any] = {"dest": name, "metavar": _metavar(field), "nargs": None if for_help else nargs}
     if mark.is_positional:
-        default: Any = [] if nargs == "*" else argparse.SUPPRESS
-        add(name, nargs=nargs, default=default, metavar=_metavar(field), help=help_text)
+        words = [name]
+        settings = {"metavar": _metavar(field), "nargs": nargs, "default": [] if nargs == "*" else argparse.SUPPRESS}
     elif field.type is bool:
-        add(*words, dest=name, action="store_true" if for_help else argparse.BooleanOptionalAction, help=help_text)
-    else:
-        action = "append" if mark.is_repeatable else "store"
-        add(*words, dest=name, nargs=nargs, action=action, metavar=_metavar(field), help=help_text)
+        settings = {"dest": name, "action": "store_true" if for_help else argparse.BooleanOptionalAction}
+    elif mark.is_repeatable:
+        settings["action"] = "append"
+    if for_help and choices_of(field):
+        settings["choices"] = choices_of(field)
+    action: argparse.Action = parser.add_argument(*words, help=help_text, **settings)
+    return action
 
 
 def _metavar(field: Field) -> str:

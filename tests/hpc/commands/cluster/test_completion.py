@@ -14,7 +14,7 @@ from hpc.commands.cluster.completion import OPTIONS, main
 _BASH = """
 source "$1"; shift
 COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)) COMP_LINE="$*" COMP_POINT=${#COMP_LINE}
-_hpc
+_shtab_hpc
 printf '%s\\n' "${COMPREPLY[@]}"
 """
 
@@ -40,8 +40,6 @@ def completed(*command: str | Path) -> set[str]:
         (("hpc", "re"), {"report", "resume"}),
         (("hpc", "submit", "--no"), {"--nodes", "--notify", "--notify-interruptions"}),
         (("hpc", "submit", "--amp", ""), {"none", "bf16", "fp16"}),
-        (("hpc", "submit", "-N", "--no"), set()),
-        (("hpc", "submit", "--wait", "--", "train.py", "--no"), set()),
         (("hpc", "testbed", "kill"), {"kill-node"}),
         (("hpc", "predict", "--to"), {"--top"}),
     ],
