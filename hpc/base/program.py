@@ -190,7 +190,7 @@ def read(
 
 
 def _parser(options: Sequence[type[Any]], prog: str, shown: Help | None = None) -> argparse.ArgumentParser:
-    """Return a parser of the flags of several dataclasses. It has a help only if `shown` says what the help shows."""
+    """Return a parser of the flags of several dataclasses: to read words or, with `shown`, to print the help."""
     width = min(_WIDEST, shutil.get_terminal_size().columns)
     layout = partial(argparse.RawTextHelpFormatter, width=width, max_help_position=_INDENT)
     parser = argparse.ArgumentParser(
@@ -257,16 +257,12 @@ def _help_of(field: Field, text: str, shown: Help) -> str:
 
 def _wrapped(text: str | None, width: int) -> str:
     """Wrap each paragraph and each item of a list. Examples, which are indented, stay as they are."""
-    joined = re.sub(r"(?<=\S)\n(?!\s|- )", " ", inspect.cleandoc(text or ""))
-    lines = [
-        line
-        if line.startswith(" ")
-        else textwrap.fill(
-            line, width, subsequent_indent="  " * line.startswith("- "), break_long_words=False, break_on_hyphens=False
-        )
-        for line in joined.split("\n")
-    ]
-    return "\n".join(lines)
+    fill = partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
+    paragraphs = re.sub(r"(?<=\S)\n(?!\s|- )", " ", inspect.cleandoc(text or "")).split("\n")
+    return "\n".join(
+        line if line.startswith(" ") else fill(line, subsequent_indent="  " * line.startswith("- "))
+        for line in paragraphs
+    )
 
 
 # --- values ---

@@ -232,7 +232,7 @@ def test_a_damaged_spec_is_refused_in_one_line(text: str, tmp_path: Path) -> Non
 def test_a_rank_that_an_agent_starts_imports_no_parser(tmp_path: Path) -> None:
     write_json(tmp_path / "spec.json", {"training": asdict(Training(train=TrainConfig(data="nowhere")))})
     code = "import sys; from training import __main__ as rank; code = rank.main(); "
-    code += "print(code, sorted({'tyro', 'yaml', 'rich'} & set(sys.modules)))"
+    code += "print(code, sorted({'argparse', 'yaml', 'rich'} & set(sys.modules)))"
     argv = spec_argv(tmp_path / "spec.json", tmp_path, 1, tmp_path, fault="none")
     done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=True)
     assert done.stdout == "2 []\n", done.stderr
