@@ -159,4 +159,4 @@ def measure(options: Options) -> Findings:
 
 
 if __name__ == "__main__":
-    benchmark("commands", Options(), measure, small={"turns": 1, "runs": (20,)}, packages=("torch", "submitit"))
+    benchmark("commands", Options, measure, small={"turns": 1, "runs": (20,)}, packages=("torch", "submitit"))

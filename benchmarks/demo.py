@@ -17,10 +17,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import tyro
-
 import hpc
 from benchmarks import hpc_commands
+from hpc.base import program
 
 EPOCHS = 3  # two trainings share the machine: three epochs of each take two minutes on 2 cores
 WORDS = ("-m", "hpc.submit", "--nodes", "2", "--gpus-per-node", "4", "--epochs", str(EPOCHS))
@@ -88,7 +87,7 @@ def compared(one: hpc.Run, other: hpc.Run) -> tuple[str, bool]:
 
 def main() -> int:
     """Train twice, interrupt one of the runs, compare, and print a summary."""
-    options = tyro.cli(Options)
+    options = program.parse(Options, sys.argv[1:], "python -m benchmarks.demo")
     local = options.cluster == "local"
     undisturbed = hpc.submit(
         hpc.TrainingRun(

@@ -17,8 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
-import tyro
-
+from hpc.base import program
 from hpc.base.files import write_json
 
 ROOT = Path(__file__).parents[1]
@@ -63,7 +62,7 @@ class Findings:
 
 def benchmark(
     name: str,
-    options: AnyFlags,
+    flags: type[AnyFlags],
     measure: Callable[[AnyFlags], Findings],
     *,
     small: Mapping[str, Any],
@@ -73,12 +72,12 @@ def benchmark(
 
     Args:
         name: the name of the record.
-        options: the defaults of the flags.
+        flags: the dataclass of the flags.
         measure: the function that measures.
         small: the options that `--small` replaces.
         packages: the distributions whose versions matter.
     """
-    options = tyro.cli(type(options), default=options, description=sys.modules["__main__"].__doc__)
+    options = program.parse(flags, sys.argv[1:], f"python -m benchmarks.{name}")
     if options.small:
         options = replace(options, **small)
     # Before the load of the benchmark itself.

@@ -82,4 +82,4 @@ def measure(options: Options) -> Findings:
 
 
 if __name__ == "__main__":
-    benchmark("nodes", Options(), measure, small={"nodes": (1, 2), "turns": 1})
+    benchmark("nodes", Options, measure, small={"nodes": (1, 2), "turns": 1})

@@ -84,4 +84,4 @@ def measure(options: Options) -> Findings:
 
 
 if __name__ == "__main__":
-    benchmark("shared_cores", Options(), measure, small={"turns": 1, "kinds": ("passive",)})
+    benchmark("shared_cores", Options, measure, small={"turns": 1, "kinds": ("passive",)})

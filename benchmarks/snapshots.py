@@ -243,4 +243,4 @@ def measure(options: Options) -> Findings:
 
 
 if __name__ == "__main__":
-    benchmark("snapshots", Options(), measure, small={"snapshots": 3, "width": 128})
+    benchmark("snapshots", Options, measure, small={"snapshots": 3, "width": 128})

@@ -181,4 +181,4 @@ def measure(options: Options) -> Findings:
 
 
 if __name__ == "__main__":
-    benchmark("start", Options(), measure, small={"turns": 1, "seconds": 3.0})
+    benchmark("start", Options, measure, small={"turns": 1, "seconds": 3.0})

@@ -64,4 +64,4 @@ def measure(options: Options) -> Findings:
 
 
 if __name__ == "__main__":
-    benchmark("step_counter", Options(), measure, small={"turns": 2}, packages=("torch",))
+    benchmark("step_counter", Options, measure, small={"turns": 2}, packages=("torch",))

@@ -227,4 +227,4 @@ def measure(options: Options) -> Findings:
 if __name__ == "__main__":
     # A rank is killed after half a minute.
     small = {"contenders": ("ours",), "epochs": 3, "images": 10_000, "mean": 20.0, "seed": 140, "cap": 4.0}
-    benchmark("storm", Options(), measure, small=small, packages=("torch",))
+    benchmark("storm", Options, measure, small=small, packages=("torch",))

@@ -34,7 +34,7 @@ def _prepare_verb() -> None:
         found = ".".join(map(str, sys.version_info[:2]))
         print(f"torchrelay needs Python 3.11 or newer, and {sys.executable} is Python {found}", file=sys.stderr)
         sys.exit(2)
-    if not importlib.util.find_spec("tyro"):  # which only an installation brings
+    if not importlib.util.find_spec("submitit"):  # which only an installation brings
         activate = os.path.join(top, ".venv/bin/activate")
         advice = f"source {activate}" if os.path.exists(activate) else f"{sys.executable} -m pip install -e {top}"
         print(f"torchrelay is not installed for {sys.executable}: type {advice}", file=sys.stderr)

@@ -4,7 +4,6 @@ import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
@@ -69,10 +68,8 @@ def test_modules_can_be_run(page: str) -> None:
 
 
 def flags_of_all_commands() -> Iterator[str]:
-    for options in map(options_of, OPTIONS):
-        for kind in get_args(options) or (options,):
-            yield from (field.name.replace("_", "-") for field in program.flags(kind))
-    yield from (field.name.replace("_", "-") for field in program.flags(ScriptFlags))
+    for options in (*map(options_of, OPTIONS), ScriptFlags):
+        yield from map(program.flag_name, program.flags(options))
 
 
 @pytest.fixture(scope="module")

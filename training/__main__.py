@@ -49,9 +49,7 @@ def main() -> int:
     try:
         if is_from_agent(sys.argv[1:]):
             return _train(rank_options(sys.argv[1:]), rank)
-        return _train(
-            parse_flags(TrainOptions, sys.argv[1:], program.called("training"), prints=rank.is_rank_zero), rank
-        )
+        return _train(parse_flags(TrainOptions, sys.argv[1:], program.called("training")), rank)
     except UserError as error:
         if rank.is_rank_zero:
             _print_error(error)

@@ -94,9 +94,7 @@ def main() -> int:
     """Run the program, and return its exit code. All ranks raise a UserError, and rank 0 prints it."""
     rank_info = rank_info_from(os.environ)
     try:
-        options = parse_flags(
-            ProfileOptions, sys.argv[1:], program.called("training.profile"), prints=rank_info.is_rank_zero
-        )
+        options = parse_flags(ProfileOptions, sys.argv[1:], program.called("training.profile"))
         if options.train.strategy == "fsdp":
             raise UserError("--strategy is fsdp, whose communication cannot be measured alone: leave --strategy out")
         if not options.seconds > 0:
@@ -104,9 +102,8 @@ def main() -> int:
         profile(options)
     except TorchrelayError as error:
         if rank_info.is_rank_zero or not isinstance(error, UserError):
-            print(f"error: {error}", file=sys.stderr)
-        if rank_info.is_rank_zero:
-            program.json_report(sys.argv)(str(error), error.exit_code)
+            words = sys.argv if rank_info.is_rank_zero else ()
+            program.print_error(str(error), error.exit_code, "error", words)
         return error.exit_code
     except KeyboardInterrupt:
         return program.INTERRUPTED

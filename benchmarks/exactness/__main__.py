@@ -180,4 +180,4 @@ def measure(options: Options) -> Findings:
 
 if __name__ == "__main__":
     small = {"variant": ("", "stateful"), "ranks": (1,), "workers": (0,)}
-    benchmark("exactness", Options(), measure, small=small, packages=("torch", "lightning", "accelerate", "torchdata"))
+    benchmark("exactness", Options, measure, small=small, packages=("torch", "lightning", "accelerate", "torchdata"))

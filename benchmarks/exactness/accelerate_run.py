@@ -7,7 +7,6 @@ a user can write: a dataset that remembers its generator, and the global one res
 
 import common
 import torch
-import tyro
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch.nn import functional
@@ -66,4 +65,4 @@ def main(args: common.Arguments) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(common.Arguments))
+    main(common.arguments())

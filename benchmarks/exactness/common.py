@@ -7,6 +7,7 @@ global generator, as users' code does.
 import gzip
 import os
 import signal
+import sys
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from torch.nn import functional
 from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import Dataset
+
+from hpc.base import program
 
 SEED = 0
 EPOCHS = 3
@@ -50,6 +53,11 @@ class Arguments:
     def checkpoints(self) -> Path:
         """Return where the library writes its checkpoints."""
         return self.out.parent / "checkpoints"
+
+
+def arguments() -> Arguments:
+    """Return the arguments of the command line."""
+    return program.parse(Arguments, sys.argv[1:], sys.argv[0])
 
 
 def read_idx(data: Path, part: str, kind: str) -> Tensor:

@@ -9,7 +9,6 @@ from typing import Any
 
 import common
 import torch
-import tyro
 from lightning import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
@@ -99,4 +98,4 @@ def main(args: common.Arguments) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(common.Arguments))
+    main(common.arguments())

@@ -29,8 +29,7 @@ RESULTS = REPOSITORY / "benchmarks" / "results" / "gpu.json"
 # What the product and these scripts import beside torch, and what the bundle has of it.
 NEEDED = ("numpy", "PIL", "torchvision", "safetensors", "rich", "yaml", "tensorboard")
 BUNDLED = (
-    "tyro", "docstring_parser", "typeguard", "platformdirs", "submitit", "cloudpickle", "msgspec", "xxhash",
-    "simplejpeg",
+    "platformdirs", "submitit", "cloudpickle", "msgspec", "xxhash", "simplejpeg",
 )  # fmt: skip
 
 

@@ -170,4 +170,4 @@ if __name__ == "__main__":
         "contenders": (TRAINER, "ours", "submitit"), "kinds": (WORKER_KILLED,), "repeats": 1, "cap": 120.0,
         "images": 2560,
     }  # fmt: skip
-    benchmark("recovery", Options(), measure, small=small, packages=("torch",))
+    benchmark("recovery", Options, measure, small=small, packages=("torch",))

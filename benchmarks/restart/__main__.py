@@ -231,4 +231,4 @@ def measure(options: Options) -> Findings:
 
 
 if __name__ == "__main__":
-    benchmark("restart", Options(), measure, small={"models": ("small-cnn",), "ranks": (2,), "kills": 1})
+    benchmark("restart", Options, measure, small={"models": ("small-cnn",), "ranks": (2,), "kills": 1})

@@ -216,4 +216,4 @@ def measure(options: Options) -> Findings:
 
 
 if __name__ == "__main__":
-    benchmark("scaling", Options(), measure, small={"nodes": (1, 2), "links": ("200mbit",), "turns": 1, "variants": 2})
+    benchmark("scaling", Options, measure, small={"nodes": (1, 2), "links": ("200mbit",), "turns": 1, "variants": 2})

@@ -202,4 +202,4 @@ def measure(options: Options) -> Findings:
 
 if __name__ == "__main__":
     small = {"models": (SMALL_CNN,), "seconds": 0.3, "turns": 1, "photos": 20}
-    benchmark("speed", Options(), measure, small=small, packages=("torch",))
+    benchmark("speed", Options, measure, small=small, packages=("torch",))

@@ -203,4 +203,4 @@ def measure(options: Options) -> Findings:
 
 
 if __name__ == "__main__":
-    benchmark("staging", Options(), measure, small={"files": 200, "nodes": (1, 2), "turns": 1}, packages=("numpy",))
+    benchmark("staging", Options, measure, small={"files": 200, "nodes": (1, 2), "turns": 1}, packages=("numpy",))

@@ -15,8 +15,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import tyro
-
+from hpc.base import program
 from hpc.base.units import Duration, NodeRange
 from hpc.run.events.attempts import Attempt
 from hpc.run.nodedir import HeldNodeDir
@@ -137,4 +136,4 @@ def has_left(server: ControlServer, rank: int) -> bool:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    main(program.parse(Options, sys.argv[1:], "python -m benchmarks.staging.node"))

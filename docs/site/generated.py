@@ -2,12 +2,11 @@
 
 import inspect
 import json
-import re
 import textwrap
 from collections.abc import Iterator
-from dataclasses import MISSING, Field
+from dataclasses import Field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 
@@ -48,16 +47,12 @@ def commands_page() -> str:
 
 def _sections(name: str) -> Iterator[str]:
     options = options_of(name)
-    # A command with subcommands is a union of their classes.
-    for kind in get_args(options) or (options,):
-        if kind is not options:
-            yield f"### hpc {name} {'-'.join(re.findall('[A-Z][a-z]+', kind.__name__)).lower()}\n"
-        text, _, examples = inspect.cleandoc(kind.__doc__ or "").partition("\n\nFor example:\n")
-        yield f"{text}\n"
-        commands, _, rest = examples.partition("\n\n")
-        if commands:
-            yield f"For example:\n\n```bash\n{textwrap.dedent(commands)}\n```\n\n{rest}\n"
-        yield _table(kind)
+    text, _, examples = inspect.cleandoc(options.__doc__ or "").partition("\n\nFor example:\n")
+    yield f"{text}\n"
+    commands, _, rest = examples.partition("\n\n")
+    if commands:
+        yield f"For example:\n\n```bash\n{textwrap.dedent(commands)}\n```\n\n{rest}\n"
+    yield _table(options)
     if name == "submit":
         yield "### With your own script\n\nAfter `--`, a script with its arguments replaces the image classifier.\n"
         yield _table(ScriptFlags)
@@ -71,7 +66,7 @@ def _table(options: type[Any]) -> str:
         of_submit = set()
     for field in fields:
         if field.name not in of_submit:
-            default = "" if field.default in (None, False, "", (), MISSING) else f"`{field.default}`"
+            default = f"`{text}`" if (text := program.default_text(field)) else ""
             text = " ".join(texts.get(field.name, "").split()).replace("|", "\\|")
             rows.append(f"| `{_typed(field)}` | {default} | {text} |")
     lines = ["| flag | default | meaning |", "|---|---|---|", *rows, ""] if rows else []
@@ -83,7 +78,7 @@ def _table(options: type[Any]) -> str:
 
 def _typed(field: Field[Any]) -> str:
     """How a flag, or a positional argument, is typed."""
-    return field.name.upper() if program.mark_of(field).is_positional else f"--{field.name.replace('_', '-')}"
+    return field.name.upper() if program.mark_of(field).is_positional else f"--{program.flag_name(field)}"
 
 
 def json_page(schema: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """Describes the fields of dataclasses that are flags of a command line.
 
-Imports no library: node agents load dataclasses of flags, too, and start sooner without tyro.
+Imports nothing else: node agents load dataclasses of flags, too, and start sooner without the parser.
 """
 
 from dataclasses import dataclass

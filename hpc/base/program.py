@@ -1,7 +1,8 @@
-"""Runs a program from its command line to its exit code: reads flags, calls the work, prints an error in one line.
+"""Runs a program from its command line to its exit code: reads flags, makes the help, calls the work, prints an error.
 
-`read` returns the text of each flag on a command line. `build` makes a dataclass from these texts, or from values that
-come from a file or a program. argparse parses the command line; `help_text` makes the help.
+The flags of a program are the fields of a dataclass. Their docstrings are the help, and a field that is a dataclass is
+a group of flags. `read` returns the text of each flag on a command line. `build` makes the dataclass from these texts,
+or from values that come from a file or a program.
 Exit codes: 0 done, 1 the work failed, 2 the user's mistake, 130 Ctrl-C. Runs everywhere.
 """
 
@@ -13,10 +14,13 @@ import inspect
 import itertools
 import json
 import os
+import re
+import shutil
 import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
@@ -30,6 +34,9 @@ from hpc.base.units import Word
 INTERRUPTED = 130
 SCHEMA = 1
 """Version of docs/json.schema.json; a change that breaks readers raises it."""
+_WIDEST = 100  # columns of the help: longer lines are hard to read
+_INDENT = 24  # columns before the texts of flags
+Field = dataclasses.Field[Any]
 Options = TypeVar("Options")
 Explanation = Callable[[Sequence[str], int], str | None]
 """A function that returns what to type instead of the word at an index of a command line; None without advice."""
@@ -53,7 +60,15 @@ def called(module: str) -> str:
     return os.environ.get(CALLED, f"python -m {module}")
 
 
-def flags(options: type[Any]) -> Iterator[dataclasses.Field[Any]]:
+def parse(options: type[Options], argv: Sequence[str], prog: str) -> Options:
+    """Make a dataclass from a command line, or show the help and exit. Raises UserError if a flag is wrong."""
+    return build(options, read((options,), argv, prog))
+
+
+# --- dataclasses of flags ---
+
+
+def flags(options: type[Any]) -> Iterator[Field]:
     """Yield the fields of a dataclass that are flags, including those of its groups."""
     for field in dataclasses.fields(options):
         if group := group_of(field):
@@ -62,42 +77,117 @@ def flags(options: type[Any]) -> Iterator[dataclasses.Field[Any]]:
             yield field
 
 
-def parse(options: type[Options], argv: Sequence[str], prog: str, *, prints: bool = True) -> Options:
-    """Make a dataclass from a command line. If `prints` is False, as on all ranks except 0, --help prints nothing.
-
-    Raises:
-        UserError: a flag is wrong. The message names the flag and the reason.
-    """
-    print_help(options, argv, prog, prints=prints)
-    return build(options, read((options,), argv, prog))
-
-
-# --- from words to values ---
-
-
-def flag_name(field: dataclasses.Field[Any]) -> str:
+def flag_name(field: Field) -> str:
     """Return the name of a field's flag without dashes: `batch-size`."""
     return field.name.replace("_", "-")
 
 
+def mark_of(field: Field) -> Flag:
+    """Return what the command line knows of a field besides its type."""
+    return next((mark for mark in getattr(field.type, "__metadata__", ()) if isinstance(mark, Flag)), Flag())
+
+
+def group_of(field: Field) -> type[Any] | None:
+    """Return the dataclass of a field that is a group of flags; None if the field is a single flag."""
+    kind, _, _ = _unwrapped(field.type)
+    return kind if dataclasses.is_dataclass(kind) and isinstance(kind, type) else None
+
+
+def choices_of(field: Field) -> tuple[str, ...]:
+    """Return the possible values of a field, if its type lists them."""
+    kind, _, _ = _unwrapped(field.type)
+    return get_args(kind) if get_origin(kind) is Literal else ()
+
+
+def _unwrapped(kind: Any) -> tuple[Any, bool, bool]:
+    """Return the type of a field's value, whether the field may be None, and whether it is a tuple of values."""
+    if get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    if may_be_none := NoneType in get_args(kind):
+        kind = get_args(kind)[0]
+    is_tuple = get_origin(kind) is tuple
+    return get_args(kind)[0] if is_tuple else kind, may_be_none, is_tuple
+
+
+def is_required(field: Field) -> bool:
+    """Return whether a flag has no default."""
+    return field.default is field.default_factory is dataclasses.MISSING
+
+
+def default_text(field: Field) -> str:
+    """Return the default of a flag as the help shows it: nothing, if it is that the flag is not set."""
+    text = "" if field.default is dataclasses.MISSING else str(field.default)
+    return "" if text in {"None", "False", "()"} else text
+
+
+def values_of(*settings: Any) -> dict[str, Any]:
+    """Return the values of dataclasses and of their groups, by flag name."""
+    values = dict[str, Any]()
+    for options in settings:
+        for field in dataclasses.fields(options):
+            value = getattr(options, field.name)
+            if group_of(field):
+                values |= values_of(value)
+            elif not mark_of(field).is_internal:
+                values[flag_name(field)] = value
+    return values
+
+
+def default_values(options: type[Any]) -> dict[str, Any]:
+    """Return the defaults of a dataclass and of its groups, by flag name."""
+    return {flag_name(field): field.default for field in flags(options)}
+
+
+def flag_texts(options: type[Any]) -> dict[str, str]:
+    """Return the help of the flags of a dataclass and of its groups, by field name."""
+    texts = field_texts(options) | {field.name: mark.help for field in flags(options) if (mark := mark_of(field)).help}
+    for group in filter(None, map(group_of, dataclasses.fields(options))):
+        texts |= flag_texts(group)
+    return texts
+
+
+def field_texts(kind: type[Any]) -> dict[str, str]:
+    """Return the docstrings of the fields of a class and of its bases, by field name."""
+    texts = dict[str, str]()
+    for owner in reversed(list(filter(inspect.get_annotations, kind.__mro__))):
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+        lines = definition.body if isinstance(definition, ast.ClassDef) else []
+        for line, after in itertools.pairwise(lines):
+            match line, after:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    texts[name] = inspect.cleandoc(text)
+    return texts
+
+
+# --- the parser ---
+
+
 def read(
-    options: Sequence[type[Any]], argv: Sequence[str], prog: str, explain: Explanation = lambda _argv, _at: None
+    options: Sequence[type[Any]],
+    argv: Sequence[str],
+    prog: str,
+    explain: Explanation = lambda _argv, _at: None,
+    shown: Help = ALL_FLAGS,
 ) -> dict[str, Any]:
     """Return the texts of the flags and positional arguments on a command line, by name without leading dashes.
 
     The first of `options` has the program's flags. The flags of the others are read too, so that the caller can say why
-    it refuses them. `explain` may return what to type instead of a word of `argv` that cannot be read.
+    it refuses them. `explain` may return what to type instead of a word of `argv` that cannot be read. If the command
+    line asks for help, prints the help and exits.
 
     Raises:
         UserError: a flag does not exist or has no value, a switch has a value, or a word belongs to no flag.
     """
-    known = {flag_name(field): field for kind in reversed(options) for field in flags(kind)}
+    if not {"-h", "--help"}.isdisjoint(argv):
+        _parser(options[:1], prog, shown).print_help()
+        sys.exit(0)
     try:
-        typed, others = _parser(known).parse_known_intermixed_args(argv)
+        typed, others = _parser(options, prog).parse_known_intermixed_args(argv)
     except argparse.ArgumentError as error:  # Only a switch can be wrong: the parser accepts a missing value.
         switch, _, _ = str(error.argument_name).partition("/")
         raise UserError(f"{switch} takes no value (see {prog} --help)") from error
     for word in others:
+        known = itertools.chain.from_iterable(map(flags, options))
         raise UserError(explain(argv, argv.index(word)) or _not_known(word, known, prog))
     for name, value in vars(typed).items():
         if None in (value if isinstance(value, list) else [value]):
@@ -105,23 +195,83 @@ def read(
     return vars(typed)
 
 
-def _parser(known: Mapping[str, dataclasses.Field[Any]]) -> argparse.ArgumentParser:
-    """Return a parser that collects the texts of the flags and positional arguments that were typed."""
+def _parser(options: Sequence[type[Any]], prog: str, shown: Help | None = None) -> argparse.ArgumentParser:
+    """Return a parser of the flags of several dataclasses: to read words or, with `shown`, to print the help."""
+    width = min(_WIDEST, shutil.get_terminal_size().columns)
+    layout = partial(argparse.RawTextHelpFormatter, width=width, max_help_position=_INDENT)
     parser = argparse.ArgumentParser(
-        usage="", add_help=False, allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS
-    )
-    for name, field in known.items():
-        mark = mark_of(field)
-        words = [f"--{name}", f"--{field.name}", *filter(None, [mark.letter])]
-        # A missing value becomes None. argparse's error would hide the error of an unknown flag, which explains more.
-        nargs = "*" if _is_tuple(field) and not mark.is_repeatable else "?"
-        if mark.is_positional:
-            parser.add_argument(name, nargs=nargs, default=[] if nargs == "*" else argparse.SUPPRESS)
-        elif field.type is bool:
-            parser.add_argument(*words, dest=name, action=argparse.BooleanOptionalAction)
-        else:
-            parser.add_argument(*words, dest=name, nargs=nargs, action="append" if mark.is_repeatable else "store")
+        prog, usage="", formatter_class=layout, allow_abbrev=False, exit_on_error=False,
+        argument_default=argparse.SUPPRESS,
+    )  # fmt: skip
+    texts, added = dict[str, str](), set[str]()
+    if shown:  # Only then are the docstrings read from the source, which takes time.
+        texts, added = flag_texts(options[0]), set(shown.hidden)
+        positional = [_metavar(flag) for flag in flags(options[0]) if mark_of(flag).is_positional]
+        parser.usage = " ".join([prog, "[-h] [OPTIONS]", *positional])
+        parser.description = _wrapped(options[0].__doc__, width)
+    for field in itertools.chain.from_iterable(map(dataclasses.fields, options)):
+        group = group_of(field)
+        new = [flag for flag in (flags(group) if group else [field]) if flag.name not in added]
+        added |= {flag.name for flag in new}
+        about = _wrapped(group.__doc__, width - 2) if shown and group and new else None
+        container = parser.add_argument_group(field.name.replace("_", " "), about) if group else parser
+        for flag in new:
+            text = _wrapped(_help_of(flag, texts.get(flag.name, ""), shown), width - _INDENT) if shown else None
+            add_flag(container, flag, text)
     return parser
+
+
+def add_flag(parser: Any, field: Field, help_text: str | None = None) -> argparse.Action:
+    """Add a flag to a parser or a group: with all its spellings or, if it has a help text, as people should see it."""
+    name, mark, for_help = flag_name(field), mark_of(field), help_text is not None
+    _, _, is_tuple = _unwrapped(field.type)
+    words = [*filter(None, [mark.letter]), f"--{name}", *([] if for_help else [f"--{field.name}"])]
+    # A missing value becomes None. argparse's error would hide the error of an unknown flag, which explains more.
+    nargs = "*" if is_tuple and not mark.is_repeatable else "?"
+    settings: dict[str, Any] = {"dest": name, "metavar": _metavar(field), "nargs": None if for_help else nargs}
+    if mark.is_positional:
+        words = [name]
+        settings = {"metavar": _metavar(field), "nargs": nargs, "default": [] if nargs == "*" else argparse.SUPPRESS}
+    elif field.type is bool:
+        settings = {"dest": name, "action": "store_true" if for_help else argparse.BooleanOptionalAction}
+    elif mark.is_repeatable:
+        settings["action"] = "append"
+    if for_help and choices_of(field):
+        settings["choices"] = choices_of(field)
+    action: argparse.Action = parser.add_argument(*words, help=help_text, **settings)
+    return action
+
+
+def _metavar(field: Field) -> str:
+    """Return what the help calls the value of a flag, or a positional argument."""
+    kind, _, _ = _unwrapped(field.type)
+    choices = f"{{{','.join(choices_of(field))}}}" if choices_of(field) and not mark_of(field).is_positional else ""
+    names = {int: "N", float: "N", Path: "PATH"}
+    return mark_of(field).metavar or choices or names.get(kind, field.name.upper())
+
+
+def _help_of(field: Field, text: str, shown: Help) -> str:
+    """Return the help of a flag with its default, or without any default if a run has the value."""
+    text = text.replace("%", "%%")  # argparse replaces %(default)s
+    if field.name in shown.inherited:
+        return re.sub(r"\s*\bDefault: .*?\.(?=\s|$)", "", text, flags=re.DOTALL)
+    if is_required(field):
+        return text if mark_of(field).is_positional else f"{text} (required)"
+    default = default_text(field)
+    return f"{text} (default: {default})" if default else text
+
+
+def _wrapped(text: str | None, width: int) -> str:
+    """Wrap each paragraph and each item of a list. Examples, which are indented, stay as they are."""
+    fill = partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
+    paragraphs = re.sub(r"(?<=\S)\n(?!\s|- )", " ", inspect.cleandoc(text or "")).split("\n")
+    return "\n".join(
+        line if line.startswith(" ") else fill(line, subsequent_indent="  " * line.startswith("- "))
+        for line in paragraphs
+    )
+
+
+# --- values ---
 
 
 def build(options: type[Options], values: Mapping[str, Any]) -> Options:
@@ -132,58 +282,37 @@ def build(options: type[Options], values: Mapping[str, Any]) -> Options:
     """
     fields = {flag_name(field): field for field in flags(options)}
     for name in values.keys() - fields.keys():
-        raise UserError(_not_known(f"--{name}", fields, "hpc submit"))
+        raise UserError(_not_known(f"--{name}", fields.values(), "hpc submit"))
     for name, field in fields.items():
-        is_required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        if is_required and name not in values:
-            raise UserError(f"missing argument {field.name.upper()}: {flag_texts(options)[field.name]}")
+        if is_required(field) and name not in values:
+            choices = f"use one of {', '.join(choices_of(field))}" if choices_of(field) else ""
+            raise UserError(f"missing argument {field.name.upper()}: {choices or flag_texts(options)[field.name]}")
     return _built(options, values)
 
 
 def _built(options: type[Options], values: Mapping[str, Any]) -> Options:
-    found = dict[str, Any]()
+    arguments = dict[str, Any]()
     for field in dataclasses.fields(options):  # type: ignore[arg-type]
         if group := group_of(field):
-            found[field.name] = _built(group, values)
+            arguments[field.name] = _built(group, values)
         elif (name := flag_name(field)) in values:
             label = field.name if mark_of(field).is_positional else f"--{name}"
-            found[field.name] = taken(label, field.type, values[name])
-    return options(**found)
+            arguments[field.name] = _converted(label, field.type, values[name])
+    return options(**arguments)
 
 
-def values_of(*settings: Any) -> dict[str, Any]:
-    """Return the values of dataclasses and of their groups, by flag name."""
-    found = dict[str, Any]()
-    for one in settings:
-        for field in dataclasses.fields(one):
-            value = getattr(one, field.name)
-            if group_of(field):
-                found |= values_of(value)
-            elif not mark_of(field).is_internal:
-                found[flag_name(field)] = value
-    return found
-
-
-def default_values(options: type[Any]) -> dict[str, Any]:
-    """Return the defaults of a dataclass and of its groups, by flag name."""
-    return {flag_name(field): field.default for field in flags(options)}
-
-
-def taken(label: str, kind: Any, value: Any) -> Any:
-    """Convert a value to the type `kind` of a field: parse text, or turn a number into text if the field holds text.
+def _converted(label: str, kind: Any, value: Any) -> Any:
+    """Convert a value to the type of a field: parse text, or turn a number into text if the field holds text.
 
     Raises:
         UserError: the value does not fit. The message names `label`, the value, and what is expected.
     """
-    while get_origin(kind) is Annotated:
-        kind = get_args(kind)[0]
-    if NoneType in get_args(kind):
-        if value is None:
-            return None
-        kind = get_args(kind)[0]
-    if get_origin(kind) is tuple:
-        several = isinstance(value, Iterable) and not isinstance(value, str)
-        return tuple(taken(label, get_args(kind)[0], item) for item in (value if several else (value,)))
+    kind, may_be_none, is_tuple = _unwrapped(kind)
+    if value is None and may_be_none:
+        return None
+    if is_tuple:
+        is_single = isinstance(value, str) or not isinstance(value, Iterable)
+        return tuple(_converted(label, kind, item) for item in ([value] if is_single else value))
     if get_origin(kind) is Literal:
         if value not in (choices := get_args(kind)):
             raise UserError(f"{label} is {value!r}: use one of {', '.join(map(repr, choices))}")
@@ -193,16 +322,17 @@ def taken(label: str, kind: Any, value: Any) -> Any:
             return value if isinstance(value, kind) else kind.parse(str(value))
         except ValueError as error:
             raise UserError(f"{label} {error}") from error
-    from_text, accepted, expected = _KINDS[kind]
+    convert, accepted, expected = _KINDS[kind]
+    is_accepted = kind is bool if isinstance(value, bool) else isinstance(value, accepted)
     with contextlib.suppress(ValueError, KeyError):
-        if isinstance(value, accepted) and isinstance(value, bool) <= (kind is bool):
-            return from_text(value)
+        if is_accepted:
+            return convert(value)
     raise UserError(f"{label} is {str(value)!r}: expected {expected}")
 
 
-# For each type of field: the conversion, the types that it accepts, and their description in errors.
+# For each type of field: the conversion, the types that it accepts besides bool, and their description in errors.
 _KINDS: dict[type, tuple[Callable[[Any], Any], tuple[type, ...], str]] = {
-    bool: (lambda value: {"true": True, "false": False}[str(value).lower()], (bool, str), "true or false"),
+    bool: (lambda value: {"true": True, "false": False}[str(value).lower()], (str,), "true or false"),
     int: (int, (int, str), "a whole number"),
     float: (float, (float, int, str), "a number"),
     str: (str, (str, int, float, os.PathLike), "text"),
@@ -210,68 +340,18 @@ _KINDS: dict[type, tuple[Callable[[Any], Any], tuple[type, ...], str]] = {
 }
 
 
-def _not_known(word: str, known: Mapping[str, dataclasses.Field[Any]], prog: str) -> str:
+def _not_known(word: str, known: Iterable[Field], prog: str) -> str:
     """Return the error message for an unknown flag, with the most similar one, or for a word that is not expected."""
-    flag, otherwise = word.partition("=")[0], f"{prog} --help lists the flags"
+    flag = word.partition("=")[0]
     if not flag.startswith("-"):
         return f"unexpected argument: {word} (see {prog} --help)"
-    names = [f"--{name}" for name, field in known.items() if not mark_of(field).is_positional]
-    return f"there is no flag {flag}: {did_you_mean(flag.replace('_', '-'), names, otherwise, 1)}"
+    names = [f"--{flag_name(field)}" for field in known if not mark_of(field).is_positional]
+    return (
+        f"there is no flag {flag}: {did_you_mean(flag.replace('_', '-'), names, f'{prog} --help lists the flags', 1)}"
+    )
 
 
-def mark_of(field: dataclasses.Field[Any]) -> Flag:
-    """Return what the command line knows of a field."""
-    return next((mark for mark in getattr(field.type, "__metadata__", ()) if isinstance(mark, Flag)), Flag())
-
-
-def type_of(field: dataclasses.Field[Any]) -> Any:
-    """Return the type of a field's values."""
-    return get_args(field.type)[0] if get_origin(field.type) is Annotated else field.type
-
-
-def _is_tuple(field: dataclasses.Field[Any]) -> bool:
-    kind = type_of(field)
-    return get_origin(kind) is tuple or any(get_origin(each) is tuple for each in get_args(kind))
-
-
-def group_of(field: dataclasses.Field[Any]) -> type[Any] | None:
-    """Return the dataclass of a field that is a group of flags; None if the field is a single flag."""
-    kind = type_of(field)
-    return kind if dataclasses.is_dataclass(kind) and isinstance(kind, type) else None
-
-
-# --- help ---
-
-
-def print_help(
-    options: type[Any], argv: Sequence[str], prog: str, shown: Help = ALL_FLAGS, *, prints: bool = True
-) -> None:
-    """Print the help and exit if the command line asks for it. `options` may be a union of subcommands."""
-    if not {"-h", "--help"}.isdisjoint(argv):
-        from hpc.base import help_text  # noqa: PLC0415  # it imports tyro, which takes 0.1 s
-
-        help_text.show(options, prog, shown, prints=prints)
-
-
-def flag_texts(options: type[Any]) -> dict[str, str]:
-    """Return the docstrings of the fields of a dataclass and of its groups, by field name."""
-    found = field_texts(options)
-    for group in filter(None, map(group_of, dataclasses.fields(options))):
-        found |= flag_texts(group)
-    return found
-
-
-def field_texts(kind: type[Any]) -> dict[str, str]:
-    """Return the docstrings of the fields of a class and of its bases, by field name."""
-    found = dict[str, str]()
-    for owner in reversed(list(filter(inspect.get_annotations, kind.__mro__))):
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
-        lines = definition.body if isinstance(definition, ast.ClassDef) else []
-        for line, after in itertools.pairwise(lines):
-            match line, after:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                    found[name] = inspect.cleandoc(text)
-    return found
+# --- the end of a program ---
 
 
 def print_json(document: Any) -> None:
@@ -282,30 +362,15 @@ def print_json(document: Any) -> None:
 def versioned(document: Any) -> Any:
     """Return a document, or each document of a list, with the version of the schema."""
     if isinstance(document, list):
-        return [versioned(one) for one in document]
+        return [versioned(item) for item in document]
     return {"schema": SCHEMA, **document}
 
 
-def json_report(arguments: Sequence[str]) -> Callable[[str, int], None]:
-    """Return a `report` for `run` that prints an error as a JSON document if --json is among the arguments."""
-
-    def report(message: str, exit_code: int) -> None:
-        if "--json" in arguments:
-            print_json({"error": message, "exit_code": exit_code})
-
-    return report
-
-
-def run(
-    work: Callable[[], int],
-    prefix: str = "error",
-    *,
-    debug: bool = False,
-    report: Callable[[str, int], None] = lambda _message, _exit_code: None,
-) -> int:
+def run(work: Callable[[], int], prefix: str = "error", words: Sequence[str] = ()) -> int:
     """Call `work`, and return its exit code, or the exit code for its error or for Ctrl-C.
 
-    Prints an error after `prefix`, and its traceback if `debug`. Then calls `report` with the message and exit code.
+    Prints an error after `prefix`; with --debug among the words of the command line, also its traceback, and with
+    --json a document.
     """
     try:
         return work()
@@ -320,8 +385,14 @@ def run(
         code, message = kind.exit_code, str(error)
     except KeyboardInterrupt:
         return INTERRUPTED
-    if debug:
+    if "--debug" in words:
         traceback.print_exc()
-    print(f"{prefix}: {visible(message)}", file=sys.stderr)
-    report(message, code)
+    print_error(message, code, prefix, words)
     return code
+
+
+def print_error(message: str, code: int, prefix: str, words: Sequence[str]) -> None:
+    """Print an error; with --json among the words of the command line, also as a document."""
+    print(f"{prefix}: {visible(message)}", file=sys.stderr)
+    if "--json" in words:
+        print_json({"error": message, "exit_code": code})

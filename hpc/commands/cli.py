@@ -1,14 +1,13 @@
 """What all verbs share: common flags, exit codes, JSON output, finding runs. Runs on the login node."""
 
 import os
-import re
 import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 from hpc.base import program
 from hpc.base.errors import UserError
@@ -83,31 +82,14 @@ def run(
     arguments = list(sys.argv[1:] if argv is None else argv)
 
     def work() -> int:
-        kind, words, prog = _subcommand(options, arguments, f"hpc {name}")
-        program.print_help(kind, words, prog, reading.shown)
-        values = program.read((kind, *reading.refused), words, prog, reading.explain)
-        if issubclass(kind, RunsOptions):
+        values = program.read((options, *reading.refused), arguments, f"hpc {name}", reading.explain, reading.shown)
+        if issubclass(options, RunsOptions):
             values["runs-dir"] = runs_dir(values)
-        made = reading.complete(values) if reading.complete else program.build(kind, values)
+        made = reading.complete(values) if reading.complete else program.build(options, values)
         slurm.adopt_environment(os.environ)  # after parsing: variables of sbatch set defaults of flags
         return verb(made)
 
-    return program.run(work, f"hpc {name}", debug="--debug" in arguments, report=program.json_report(arguments))
-
-
-def _subcommand(options: Any, argv: Sequence[str], prog: str) -> tuple[type[Any], Sequence[str], str]:
-    """Return the dataclass of the subcommand that the first word names, the other words, and the program's name.
-
-    Raises:
-        UserError: there are subcommands, but the first word names none.
-    """
-    kinds = {re.sub(r"(?<=[a-z])(?=[A-Z])", "-", kind.__name__).lower(): kind for kind in get_args(options)}
-    word = next(iter(argv), "")
-    if not kinds or word in {"-h", "--help"}:
-        return options, argv, prog
-    if word not in kinds:
-        raise UserError(f"{f'there is no command {word!r}' if word else 'no command'}: use one of {', '.join(kinds)}")
-    return kinds[word], argv[1:], f"{prog} {word}"
+    return program.run(work, f"hpc {name}", arguments)
 
 
 def runs_dir(given: Mapping[str, Any]) -> Path:

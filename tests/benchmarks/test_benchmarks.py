@@ -61,11 +61,11 @@ def test_a_record_has_the_machine_the_options_and_the_rows_and_a_small_form_none
 
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     monkeypatch.setattr(sys, "argv", ["name", "--small"])
-    harness.benchmark("name", Options(), measure, small={"turns": 1})
+    harness.benchmark("name", Options, measure, small={"turns": 1})
     assert "| 1 |" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
     monkeypatch.setattr(sys, "argv", ["name", "--turns=4"])
-    harness.benchmark("name", Options(), measure, small={"turns": 1})
+    harness.benchmark("name", Options, measure, small={"turns": 1})
     record = json.loads((tmp_path / "name.json").read_text())
     assert record.pop("machine")["python"]
     assert record == {"options": {"small": False, "turns": 4}, "setting": 1, "rows": [{"turns": 4}]}

@@ -1,7 +1,6 @@
 """`hpc VERB`: one entry point for the verbs and the programs of the trainer."""
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -32,18 +31,13 @@ def type_hpc(directory: Path, *arguments: str) -> "subprocess.CompletedProcess[s
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_answers_help_without_the_names_of_types(verb: str, tmp_path: Path) -> None:
+def test_every_verb_answers_help_and_says_how_many_runs_it_takes(verb: str, tmp_path: Path) -> None:
     done = hpc(verb, "--help-all" if verb in {"submit", "sweep", "scaling"} else "--help", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"usage: hpc {verb}")
-    assert not re.search(r"\b(STR|FLOAT|INT(?!, ))\b", done.stdout)
-
-
-@pytest.mark.parametrize(("verbs", "runs"), [("cancel report sync", "RUN [RUN ...]"), ("clean status", "[RUN ...]")])
-def test_usage_says_how_many_runs_a_verb_takes(verbs: str, runs: str, tmp_path: Path) -> None:
-    for verb in verbs.split():
-        usage = hpc(verb, "--help", cwd=tmp_path).stdout.splitlines()[0]
-        assert re.findall(r"\[?RUN\b.*?\.\.\.\]", usage) == [runs]
+    usage = done.stdout.splitlines()[0]
+    assert usage.startswith(f"usage: hpc {verb} [-h] [OPTIONS]")
+    assert ("[RUN ...]" in usage) == (verb in {"cancel", "report", "sync", "clean", "status"})
+    assert ("RUN [RUN ...]" in usage) == (verb in {"cancel", "report", "sync"})
 
 
 def test_help_names_the_version_and_ends_with_an_example(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ import torch
 from torch import distributed
 import training
 
-names = "submitit", "tyro", "rich", "pandas", "numpy", "hpc", "jobs"
+names = "submitit", "rich", "pandas", "numpy", "hpc", "jobs"
 others = [name for name in names if importlib.util.find_spec(name)]
 print("found", training.WORD, sys.prefix, os.environ["VIRTUAL_ENV"], others, flush=True)
 distributed.init_process_group("gloo")

@@ -9,7 +9,6 @@ import pytest
 import torch
 from support.trainings import Ask, Starter, make_cifar, make_folder, make_idx, pack_folder
 
-from hpc.base.program import json_report
 from hpc.base.program import run as run_program
 from training.inference import predict
 from training.runtime.process_group import ProcessGroup, connect, disconnect
@@ -67,7 +66,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
     def run(*arguments: object, program: Callable[[], int] = predict.main) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["program", *map(str, arguments)])
-        code = run_program(program, report=json_report(sys.argv))
+        code = run_program(program, words=sys.argv)
         printed = capsys.readouterr()
         return code, printed.out, printed.err
 

@@ -95,13 +95,12 @@ class TrainOptions(TrainFlags, RankOptions):
 Options = TypeVar("Options", bound=TrainFlags)
 
 
-def parse_flags(options: type[Options], argv: Sequence[str], prog: str, *, prints: bool = True) -> Options:
-    """Parse a command line with training flags. Help (`--help`) is printed only if `prints`, as on rank 0.
+def parse_flags(options: type[Options], argv: Sequence[str], prog: str) -> Options:
+    """Parse a command line with training flags, or print the help and exit.
 
     Raises:
         UserError: a flag is wrong, or no model has the given name.
     """
-    program.print_help(options, argv, prog, prints=prints)
     known = flag_names(TrainConfig)
     typed = program.read((options,), argv, prog)
     parsed = program.build(options, with_files(typed, known, {}, lambda settings: preset(settings, known)))

@@ -28,7 +28,7 @@ from training.models.factory import first_line
 _IMAGES = 64
 # Another order of summation changes a probability by about 1e-6; a wrong computation changes it by more.
 _TOLERANCE = 1e-4
-_FORMATS = "\n".join(["File format.", *(f"{name}: {kind.about}" for name, kind in FORMATS.items())])
+_FORMATS = "\n".join(["File format.", *(f"- {name}: {kind.about}" for name, kind in FORMATS.items())])
 
 
 @dataclass(frozen=True, kw_only=True)

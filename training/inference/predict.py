@@ -212,4 +212,4 @@ def _print_table(predictions: Sequence[Prediction]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(program.run(main, report=program.json_report(sys.argv)))
+    sys.exit(program.run(main, words=sys.argv))

@@ -1,15 +1,15 @@
 """`hpc completion SHELL`: print a script that completes verbs, flags and their values. Runs on the login node."""
 
+import argparse
 import importlib
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, Literal
 
-import tyro
+import shtab
 
-from hpc.__main__ import PROGRAMS, module_of
-from hpc.base import help_text
+from hpc.__main__ import PROGRAMS, VERBS, module_of
+from hpc.base import program
 from hpc.base.errors import lacking_classifier
 from hpc.base.flags import POSITIONAL
 from hpc.commands import cli
@@ -21,8 +21,9 @@ OPTIONS = {
     "report": "ReportOptions", "sweep": "SweepTraining", "scaling": "ScalingTraining", "shell": "ShellOptions",
     "sync": "SyncOptions", "clean": "CleanOptions", "supervise": "SuperviseOptions",
     "doctor": "DoctorOptions", "drill": "DrillOptions",
-    "notify": "NotifyOptions", "config": "ConfigOptions", "completion": "CompletionOptions", "testbed": "Verb",
-    "train": "training.config.command_line:TrainOptions", "pack": "training.pack.__main__:PackOptions",
+    "notify": "NotifyOptions", "config": "ConfigOptions", "completion": "CompletionOptions",
+    "testbed": "TestbedOptions", "train": "training.config.command_line:TrainOptions",
+    "pack": "training.pack.__main__:PackOptions",
     "predict": "training.inference.predict:PredictOptions", "export": "training.inference.export:ExportOptions",
     "profile": "training.profile:ProfileOptions", "verify": "training.verify_resume.__main__:VerifyOptions",
 }  # fmt: skip
@@ -43,32 +44,29 @@ class CompletionOptions(cli.Common):
 
 
 def completion(options: CompletionOptions) -> int:
-    """Print the script that tyro generates. Without the classifier, it knows none of the classifier's programs."""
-    absent = PROGRAMS.keys() if lacking_classifier() else ()
-    verbs: Any = tuple(
-        Annotated[_without_texts(options_of(verb)), tyro.conf.subcommand(name=verb, prefix_name=False)]
-        for verb in OPTIONS
-        if verb not in absent
-    )
-    union: Any = Union[verbs]  # noqa: UP007 - the union of a tuple
-    with suppress(SystemExit):  # tyro exits with 0
-        tyro.cli(union, args=["--tyro-write-completion", options.shell, "-"], prog="hpc", config=help_text.TYRO)
+    """Print the script. Without the classifier, it knows none of the classifier's programs."""
+    root = argparse.ArgumentParser("hpc")
+    commands = root.add_subparsers()
+    programs = {} if lacking_classifier() else {name: summary for name, (_, summary) in PROGRAMS.items()}
+    for command, summary in (VERBS | programs).items():
+        parser = commands.add_parser(command, help=summary)
+        if command not in OPTIONS:
+            continue
+        texts = program.flag_texts(options_of(command))
+        for field in program.flags(options_of(command)):
+            first, _, _ = " ".join(texts[field.name].split()).partition(". ")
+            action = program.add_flag(parser, field, first.replace("%", "%%"))
+            if field.type is not bool and not action.choices:
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+    print(shtab.complete(root, options.shell))
     return 0
 
 
-def _without_texts(options: Any) -> Any:
-    """Return options without help texts, because tyro's scripts would offer the second line of a text as a word.
-
-    The defaults are left out, too: fish passes all flags of all verbs in one argument, which Linux limits to 128 KiB.
-    """
-    nothing = tyro.conf.arg(help="", help_behavior_hint="")
-    return help_text.annotated(options, lambda _: nothing)
-
-
-def options_of(command: str) -> Any:
-    """Return the dataclass of a command's flags, or the union of its subcommands' dataclasses."""
+def options_of(command: str) -> type[Any]:
+    """Return the dataclass of a command's flags."""
     module, _, name = OPTIONS[command].rpartition(":")
-    return getattr(importlib.import_module(module or module_of(command)), name)
+    options: type[Any] = getattr(importlib.import_module(module or module_of(command)), name)
+    return options
 
 
 main = partial(cli.run, completion, CompletionOptions, "completion")

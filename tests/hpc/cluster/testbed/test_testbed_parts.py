@@ -8,6 +8,7 @@ import pytest
 from hpc.base.errors import UserError
 from hpc.cluster.testbed import daemons, layout, render
 from hpc.cluster.testbed.system import locked
+from hpc.commands.cluster.testbed import main
 from hpc.slurm import client
 
 
@@ -30,6 +31,21 @@ def test_impossible_shape_is_refused(wrong: dict[str, int]) -> None:
         layout.TestbedShape(**wrong)  # type: ignore[arg-type]  # whole numbers all
     with pytest.raises(UserError, match="--shape-network is 'fast': give a rate"):
         layout.TestbedShape(shape_network="fast")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "missing argument ACTION: use one of up, down, status, kill-node, revive-node"),
+        ("stop", "action is 'stop': use one of 'up', 'down'"),
+        ("kill-node", "missing argument NODE: type hpc testbed kill-node gpu02"),
+        ("down gpu02", "unexpected argument: gpu02"),
+        ("kill-node gpu02 --nodes 3", "hpc testbed kill-node has no flags but --json and --debug"),
+    ],
+)
+def test_what_an_action_does_not_take_is_refused(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == 2
+    assert capsys.readouterr().err.startswith(f"hpc testbed: {message}")
 
 
 def test_unknown_node_lists_the_known() -> None:

@@ -14,7 +14,7 @@ from hpc.commands.cluster.completion import OPTIONS, main
 _BASH = """
 source "$1"; shift
 COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)) COMP_LINE="$*" COMP_POINT=${#COMP_LINE}
-_tyro_hpc
+_shtab_hpc
 printf '%s\\n' "${COMPREPLY[@]}"
 """
 
@@ -31,7 +31,7 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def completed(*command: str | Path) -> set[str]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    return {line.partition("\t")[0] for line in done.stdout.splitlines()}
+    return {line.partition("\t")[0] for line in done.stdout.splitlines() if line}
 
 
 @pytest.mark.parametrize(
