@@ -18,8 +18,7 @@ FOLDERS = [*PACKAGES, *(path for package in PACKAGES for path in package.rglob("
 # of other libraries.
 SAME_EVERYWHERE = {"__main__", "staging", "config", "compat"}
 # What one `ls` shows. That of hpc tells commands from libraries at a glance.
-MOST_ENTRIES = {ROOT / "hpc": 14}
-MOST_ENTRIES_ELSEWHERE = 16
+MOST_ENTRIES = 16
 HEAVY = {"torch", "torchvision", "pandas", "bokeh"}
 
 
@@ -71,12 +70,7 @@ def is_shown(path: Path) -> bool:
 
 def test_folders_show_few_entries() -> None:
     entries = {folder: [path.name for path in folder.iterdir() if is_shown(path)] for folder in FOLDERS}
-    too_many = {
-        str(folder): names
-        for folder, names in entries.items()
-        if len(names) > MOST_ENTRIES.get(folder, MOST_ENTRIES_ELSEWHERE)
-    }
-    assert not too_many
+    assert not {str(folder): names for folder, names in entries.items() if len(names) > MOST_ENTRIES}
 
 
 def test_modules_have_docstrings() -> None:

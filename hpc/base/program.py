@@ -138,6 +138,30 @@ def default_values(options: type[Any]) -> dict[str, Any]:
     return {flag_name(field): field.default for field in flags(options)}
 
 
+def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings in the types of JSON and YAML."""
+    return {
+        name: str(value) if isinstance(value, Path | Word) else list(value) if isinstance(value, tuple) else value
+        for name, value in settings.items()
+    }
+
+
+def changed(settings: Mapping[str, Any], options: type[Any]) -> dict[str, Any]:
+    """Return the settings that differ from the defaults of `options`, in the types of JSON and YAML."""
+    defaults = plain(default_values(options))
+    return {name: value for name, value in plain(settings).items() if value != defaults[name]}
+
+
+def words_of(settings: Mapping[str, Any]) -> list[str]:
+    """Return the words of a command line with these settings. Their values have the types that `changed` returns."""
+    words = list[str]()
+    for name, value in settings.items():
+        several = value if isinstance(value, list) else [value]
+        switch = {True: f"--{name}", False: f"--no-{name}"}
+        words += [switch[value]] if isinstance(value, bool) else [f"--{name}={item}" for item in several]
+    return words
+
+
 def flag_texts(options: type[Any]) -> dict[str, str]:
     """Return the help of the flags of a dataclass and of its groups, by field name."""
     texts = field_texts(options) | {field.name: mark.help for field in flags(options) if (mark := mark_of(field)).help}

@@ -2,9 +2,8 @@
 
 import shlex
 
-from hpc.base.flag_words import changed, words_of
-from hpc.base.program import values_of
-from hpc.programs.kinds import EvaluationTask
+from hpc.base.program import changed, values_of, words_of
+from hpc.programs.program_kinds import EvaluationTask
 from hpc.run.spec import Resources, RunSpec
 from hpc.submissions.options import submit_flags
 from hpc.submissions.settings import settings_of

@@ -15,9 +15,9 @@ from msgspec.structs import asdict
 
 from hpc.base.errors import UserError
 from hpc.base.files import number_in, numbered_json_lines
-from hpc.base.flag_words import plain
+from hpc.base.program import plain
 from hpc.base.text import csv_cell, csv_text
-from hpc.programs.kinds import EvaluationTask
+from hpc.programs.program_kinds import EvaluationTask
 from hpc.run.events.downtime import PARTS
 from hpc.run.events.history import History
 from hpc.run.events.timeline import Period, periods_of

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hpc.base.text import few
-from hpc.programs.kinds import program_of_run
+from hpc.programs.program_kinds import program_of_run
 from hpc.report import formats
 from hpc.report.bokeh_figures import plots_of
 from hpc.report.charts import line_style

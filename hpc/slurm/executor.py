@@ -24,10 +24,10 @@ from hpc.run.events.kinds import Submitted
 from hpc.run.events.ledger import EventWriter
 from hpc.run.rundir import RunDir
 from hpc.run.spec import Resources, RunSpec
-from hpc.slurm import bad_nodes, handover, sbatch, sinfo, squeue
+from hpc.slurm import bad_nodes, handover, sinfo, squeue, submission
 from hpc.slurm.predecessors import dependency
-from hpc.slurm.sbatch import StartEstimate, lacks_nodes, parse_estimate, refusal
 from hpc.slurm.srun import own_pythonpath
+from hpc.slurm.submission import StartEstimate, lacks_nodes, parse_estimate, refusal
 
 # The script's srun inherits these variables from the shell in which sbatch was typed. In another job's shell, they pin
 # every rank to the wrong cores, give the only task of a node one of its GPUs, or make srun refuse. If --sbatch has the
@@ -166,10 +166,10 @@ class SlurmExecutor(SubmititSlurm):
             TorchrelayError: sbatch failed, and it is unknown whether the job is queued.
         """
         options = [f"--dependency={self.waits_for}"] if self.waits_for else []
-        options += [] if self.spec.recovery.start_once else sbatch.requeue_options()
+        options += [] if self.spec.recovery.start_once else submission.requeue_options()
         try:
-            return self._excluding(lambda exclude: sbatch.queue(self.run.script, [*options, *exclude]))
-        except sbatch.NotQueuedError as error:
+            return self._excluding(lambda exclude: submission.queue(self.run.script, [*options, *exclude]))
+        except submission.NotQueuedError as error:
             raise self._refused(error) from error
 
     def estimate_start(self) -> StartEstimate | None:
@@ -182,8 +182,8 @@ class SlurmExecutor(SubmititSlurm):
         # be taken for the user's mistake.
         in_service = len(sinfo.responding_nodes(self.spec.resources.partition))
         try:
-            return parse_estimate(self._excluding(lambda exclude: sbatch.test(self.script(), exclude)))
-        except sbatch.NotQueuedError as error:
+            return parse_estimate(self._excluding(lambda exclude: submission.test(self.script(), exclude)))
+        except submission.NotQueuedError as error:
             # With --test-only, sbatch refuses a job that it would otherwise queue until enough nodes are back.
             if lacks_nodes(error.printed) and in_service < self.spec.job_nodes.fewest:
                 return None
@@ -192,15 +192,15 @@ class SlurmExecutor(SubmititSlurm):
     def _excluding(self, ask: Callable[[list[str]], str]) -> str:
         """Call sbatch with the option that excludes `excluded`; if it refuses that, only the user's --exclude."""
         try:
-            return ask(sbatch.exclude_option(self.excluded))
-        except sbatch.NotQueuedError as error:
+            return ask(submission.exclude_option(self.excluded))
+        except submission.NotQueuedError as error:
             typed = handover.typed_exclude(self.spec)
             if self.excluded == typed or not handover.leaves_too_few_nodes(error.printed):
                 raise
             self.excluded = typed
-            return ask(sbatch.exclude_option(typed))
+            return ask(submission.exclude_option(typed))
 
-    def _refused(self, error: sbatch.NotQueuedError) -> UserError:
+    def _refused(self, error: submission.NotQueuedError) -> UserError:
         return UserError(f"sbatch refused the job: {refusal(error.printed, self.spec)}")
 
 

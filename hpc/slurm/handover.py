@@ -40,7 +40,7 @@ from hpc.run.events.kinds import (
 from hpc.run.events.ledger import record_once
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
-from hpc.slurm import bad_nodes, sbatch, sinfo, squeue
+from hpc.slurm import bad_nodes, sinfo, squeue, submission
 from hpc.slurm import client as slurm
 from hpc.slurm.predecessors import dependency
 from hpc.slurm.squeue import jobs_by_script
@@ -206,12 +206,12 @@ def submit_next_job(run: RunDir, spec: RunSpec, excluded: Sequence[str], old: Co
     environment = json.loads(run.environment.read_text()) if run.environment.exists() else None
     waits_for = dependency(run, spec, jobs)
     try:
-        return sbatch.submit(run.script, excluded, environment, waits_for)
+        return submission.submit(run.script, excluded, environment, waits_for)
     except TorchrelayError as error:
         typed = typed_exclude(spec)
         if excluded == typed or not leaves_too_few_nodes(str(error)):
             raise
-        return sbatch.submit(run.script, typed, environment, waits_for)
+        return submission.submit(run.script, typed, environment, waits_for)
 
 
 def _failed_node(event: Event) -> str | None:

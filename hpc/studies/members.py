@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 from hpc.base import program
 from hpc.base.errors import UserError
-from hpc.base.flag_words import changed
+from hpc.base.program import changed
 from hpc.commands import cli
 from hpc.programs.program_flags import ProgramFlags
 from hpc.run.code_files import CodeFiles

@@ -12,8 +12,8 @@ from hpc.base.errors import UserError
 from hpc.base.flags import REPEATABLE, Flag
 from hpc.base.units import Duration
 from hpc.commands import cli
-from hpc.programs.kinds import DEFAULT, is_ours, kind_for, others
 from hpc.programs.program_flags import ProgramFlags
+from hpc.programs.program_kinds import DEFAULT, is_ours, kind_for, others
 from hpc.programs.script_flags import OwnScript
 from hpc.run.device_choice import DeviceChoice
 from hpc.run.spec import Network, Notification, Recovery, Resources, RunSpec, Service

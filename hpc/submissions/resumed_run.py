@@ -20,12 +20,12 @@ from torchrelay.checkpoint_files import list_checkpoints
 from hpc.base import program
 from hpc.base.errors import TorchrelayError, UserError
 from hpc.base.files import remove_directory, write_atomic
-from hpc.base.flag_words import plain
 from hpc.base.flags import INTERNAL
+from hpc.base.program import plain
 from hpc.base.text import few, visible
 from hpc.commands import cli
-from hpc.programs.kinds import program_of_run
 from hpc.programs.program_flags import Begun
+from hpc.programs.program_kinds import program_of_run
 from hpc.run.causes import Cause
 from hpc.run.events.history import History
 from hpc.run.events.kinds import Cancelled, CheckpointSaved, Resubmitted, Resumed, SnapshotSaved, TrainCompleted

@@ -6,7 +6,7 @@ Pure; runs on the login node.
 from typing import Any
 
 from hpc.base import program
-from hpc.programs.kinds import program_of_run
+from hpc.programs.program_kinds import program_of_run
 from hpc.run.spec import RunSpec
 
 

@@ -36,7 +36,7 @@ from hpc.run.rundir import RunDir
 from hpc.run.spec import Recovery, Resources, RunSpec
 from hpc.run.spec_file import Program
 from hpc.services.notification import delivery
-from hpc.slurm import sbatch, squeue
+from hpc.slurm import squeue, submission
 from jobs.control.messages import Directive
 from jobs.node_attempt import NodeAllocation, NodeAttempt
 from simulation.network import Network, SimulatedServer
@@ -117,7 +117,7 @@ class Cluster(World):
     def submit(self, run: RunDir) -> int:
         """Submit the first job of a run; if Slurm does not accept it, a person types `hpc submit` again."""
         try:
-            job_id = self.slurm.run("sbatch", *sbatch.requeue_options(), str(run.script)).strip()
+            job_id = self.slurm.run("sbatch", *submission.requeue_options(), str(run.script)).strip()
         except TorchrelayError as error:
             self.tell(f"hpc submit: {error}")
             self.wait(5.0)
@@ -139,7 +139,7 @@ class Cluster(World):
 
         while not any(job.script == str(run.script) for job in self.slurm.jobs.values()):
             try:
-                job_id = sbatch.submit(run.script, (), {}, dependency(run, RunSpec.load(run), squeue.jobs()))
+                job_id = submission.submit(run.script, (), {}, dependency(run, RunSpec.load(run), squeue.jobs()))
                 EventWriter(run.events / "submit.jsonl").append(Submitted(job_id=job_id, cluster="slurm"))
             except (TorchrelayError, OSError) as error:
                 self.tell(f"hpc submit --after: {error}")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hpc.base.errors import TorchrelayError
 from hpc.slurm import client as slurm
-from hpc.slurm import sbatch, squeue
+from hpc.slurm import squeue, submission
 
 _PATIENCE_SECONDS, _POLL_SECONDS = 90.0, 0.5
 Observation = tuple[str, str, int]
@@ -35,7 +35,7 @@ def observe(script: Path, sleep: Callable[[float], None], now: Callable[[], floa
         else:
             found.append((what, "accepted", 0))
 
-    one = sbatch.submit(script, [])
+    one = submission.submit(script, [])
     note("submit", one, "RUNNING")
     refused("start time of a running job", lambda: slurm.update(one, StartTime="now+2"))
     slurm.requeue(one)
@@ -48,7 +48,7 @@ def observe(script: Path, sleep: Callable[[float], None], now: Callable[[], floa
     slurm.release(one)
     slurm.update(one, StartTime="now+1")
     note("release it", one, "RUNNING")
-    two = sbatch.submit(script, [], dependency=f"afterany:{one}")
+    two = submission.submit(script, [], dependency=f"afterany:{one}")
     note("submit a job that waits", two, "PENDING")
     refused("excluded nodes of a pending job", lambda: slurm.update(two, ExcNodeList="gpu01"))
     slurm.cancel(one)

@@ -1,7 +1,7 @@
 """Parses the command line of `python -m training` and of programs with the same flags, wherever they run.
 
 Flags also come from YAML files: `--config FILE.yaml`, and recipes (`--recipe NAME`). Ranks that a node agent starts
-get resolved flags (`training.config.classifier`).
+get resolved flags (`training.config.classifier_flags`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,8 +13,8 @@ from typing import Annotated, Any, TypeVar
 from hpc.base import program
 from hpc.base.errors import UserError
 from hpc.base.flag_files import flag_names, read_settings, with_files
-from hpc.base.flag_words import changed, words_of
 from hpc.base.flags import Flag
+from hpc.base.program import changed, words_of
 from hpc.base.text import similar
 from training.config.dataset_layout import DIGITS, FASHION_MNIST, FASHION_MNIST_DIRECTORY, find_data
 from training.config.model_names import check_model
@@ -114,7 +114,7 @@ def train_words(train: TrainConfig) -> list[str]:
 
 
 def is_from_agent(argv: Sequence[str]) -> bool:
-    """Return whether these arguments of `python -m training` come from `training.config.classifier`."""
+    """Return whether these arguments of `python -m training` come from `training.config.classifier_flags`."""
     return "--resolved" in argv
 
 

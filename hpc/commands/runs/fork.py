@@ -20,8 +20,8 @@ from hpc.base.errors import UserError
 from hpc.base.files import json_line, link_files, read_json_lines, write_atomic
 from hpc.base.flags import POSITIONAL, Flag
 from hpc.commands import cli
-from hpc.programs.kinds import DEFAULT, others, program_of_run
 from hpc.programs.program_flags import ProgramFlags
+from hpc.programs.program_kinds import DEFAULT, others, program_of_run
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec, program_of
 from hpc.submissions.answer import show

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hpc.base import program
 from hpc.base.text import visible
 from hpc.commands import cli
-from hpc.programs.kinds import DEFAULT
+from hpc.programs.program_kinds import DEFAULT
 from hpc.slurm import handover
 from hpc.submissions.options import with_program
 from hpc.submissions.resumed_run import ResumeOptions, options_of, resume_run

@@ -11,7 +11,7 @@ from hpc.base.errors import UserError
 from hpc.base.flags import Flag
 from hpc.base.units import Gpus, NodeRange
 from hpc.commands import cli
-from hpc.programs.kinds import DEFAULT
+from hpc.programs.program_kinds import DEFAULT
 from hpc.run.spec import Resources
 from hpc.studies.members import common, user_code
 from hpc.studies.scaling.scaling_dir import Mode, ScalingDir, ScalingSpec, read_gpus, read_nodes, split_sizes

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from hpc.base.errors import UserError, need_package
 from hpc.base.flags import Flag
 from hpc.commands import cli
-from hpc.programs.kinds import DEFAULT
+from hpc.programs.program_kinds import DEFAULT
 from hpc.studies.members import common, user_code
 from hpc.studies.sweep.space import grid_of, read_space
 from hpc.studies.sweep.sweep_dir import Direction, Pruner, Sampler, SweepDir, SweepSpec

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from hpc.base import program
-from hpc.programs.kinds import DEFAULT
+from hpc.programs.program_kinds import DEFAULT
 from hpc.submissions.answer import show
 from hpc.submissions.new_run import start_run
 from hpc.submissions.options import SubmitOptions, run_verb, split_script, with_program

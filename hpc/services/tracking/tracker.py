@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from hpc.base import program
 from hpc.base.errors import TorchrelayError
-from hpc.programs.kinds import program_of_run
+from hpc.programs.program_kinds import program_of_run
 from hpc.run.events.history import Outcome
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec, Service

@@ -8,7 +8,7 @@ from typing import Any
 
 from hpc.base.files import last_json_line, number_in, read_json_lines
 from hpc.base.program import values_of
-from hpc.programs.kinds import program_of_run
+from hpc.programs.program_kinds import program_of_run
 from hpc.run.events.history import History
 from hpc.run.events.kinds import FirstStep, TrainStarted
 from hpc.run.rundir import RunDir

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from hpc.base import program
 from hpc.base.files import write_atomic
-from hpc.base.flag_words import changed
+from hpc.base.program import changed
 from hpc.base.text import visible
 from hpc.commands import cli
 from hpc.report.writing import own_page

@@ -16,7 +16,7 @@ from hpc.base.errors import UserError
 from hpc.base.flags import POSITIONAL
 from hpc.base.text import visible
 from hpc.commands import cli
-from hpc.programs.kinds import KINDS
+from hpc.programs.program_kinds import KINDS
 from hpc.submissions.options import SubmitOptions
 from hpc.submissions.sbatch.sbatch_advice import explain
 from hpc.submissions.user_python import user_environment

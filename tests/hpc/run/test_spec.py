@@ -8,7 +8,7 @@ from support.events import of_training, recovery_of, resources_of, script_spec
 
 from hpc.base.errors import UserError
 from hpc.base.units import NodeRange
-from hpc.programs.kinds import program_of_run
+from hpc.programs.program_kinds import program_of_run
 from hpc.run.rundir import RunDir, check_run_name
 from hpc.run.spec import Recovery, Resources, RunSpec
 from training.config.train_config import TrainConfig

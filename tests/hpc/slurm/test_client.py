@@ -12,7 +12,7 @@ from support.fake_slurm import write_programs
 
 from hpc.run.causes import JobState
 from hpc.slurm import client as slurm
-from hpc.slurm import job_fields, sbatch, sinfo, squeue
+from hpc.slurm import job_fields, sinfo, squeue, submission
 from hpc.slurm.squeue import explain_reason, parse_jobs
 
 
@@ -150,7 +150,7 @@ def test_requeues_are_expedited_where_the_cluster_allows_it(
 ) -> None:
     slurm_command("scontrol", f"echo 'SlurmctldParameters     = {parameters}'")
     slurm_command("sbatch", f'echo "$@" > {tmp_path}/typed; echo 8')
-    assert sbatch.submit(tmp_path / "submit.sbatch", []) == "8"
+    assert submission.submit(tmp_path / "submit.sbatch", []) == "8"
     words = (tmp_path / "typed").read_text().split()
     assert [word for word in words if word.startswith("--requeue")] == ([options] if options else [])
 

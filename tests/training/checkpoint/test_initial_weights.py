@@ -243,7 +243,7 @@ def test_a_submission_finds_weights_without_torch_and_hands_the_nodes_a_path(idx
     (tmp_path / "w.pth").touch()
     code = (
         "import sys; from hpc.base import program; from hpc.submissions.options import submit_flags; "
-        "from hpc.programs.kinds import program_of_run; "
+        "from hpc.programs.program_kinds import program_of_run; "
         "from hpc.submissions.plan import plan; "
         "parsed = program.parse(submit_flags(), sys.argv[1:], 'x'); "
         "print(program_of_run(plan(parsed)[1]).train.weights, {'torch', 'torchvision'} & set(sys.modules))"

@@ -14,11 +14,11 @@ from torchrelay.checkpoint_files import list_checkpoints
 
 from hpc.base.files import read_json_lines
 from hpc.base.units import TimeLimit
-from hpc.programs.kinds import program_of_run
+from hpc.programs.program_kinds import program_of_run
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.submissions.resumed_run import options_of
-from training.config.classifier import ClassifierFlags
+from training.config.classifier_flags import ClassifierFlags
 from training.config.train_config import TrainConfig
 
 pytestmark = pytest.mark.timeout(400)

@@ -7,7 +7,7 @@ from pathlib import Path
 from hpc.programs.program_flags import ProgramFlags
 from hpc.programs.script_flags import ScriptFlags, ScriptRequest
 from hpc.run.spec import RunSpec
-from training.config.classifier import ClassifierFlags, ClassifierRequest
+from training.config.classifier_flags import ClassifierFlags, ClassifierRequest
 from training.config.evaluation_task import EvaluationTask
 
 __all__ = [

@@ -7,8 +7,8 @@ from support.cluster import Command
 from support.events import resources_of, script_spec
 
 from hpc.base.errors import TorchrelayError
-from hpc.slurm import sbatch
-from hpc.slurm.sbatch import StartEstimate, parse_estimate, refusal
+from hpc.slurm import submission
+from hpc.slurm.submission import StartEstimate, parse_estimate, refusal
 
 SPEC = script_spec(resources=resources_of(partition="gpu", mem="640G", sbatch=("exclusive",)))
 
@@ -77,7 +77,7 @@ def queued(tmp_path: Path, slurm_command: Command) -> Path:
 )
 def test_job_is_found_whatever_a_site_prints(queued: Path, slurm_command: Command, printed: str) -> None:
     slurm_command("sbatch", f"echo 8 > {queued.parent}/queued; {printed}")
-    assert sbatch.submit(queued, []) == "8"
+    assert submission.submit(queued, []) == "8"
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_without_a_job_no_number_is_taken_for_one(
 ) -> None:
     slurm_command("sbatch", printed)
     with pytest.raises(TorchrelayError, match=told):
-        sbatch.submit(queued, [])
+        submission.submit(queued, [])
 
 
 @pytest.mark.parametrize("printed", [f"echo '{BANNER}'; echo {REPLY}", "echo '8;cluster'"])
@@ -104,4 +104,4 @@ def test_reply_counts_if_squeue_lists_no_new_job(
 ) -> None:
     slurm_command("squeue", squeue)
     slurm_command("sbatch", printed)
-    assert sbatch.submit(queued, []) == "8"
+    assert submission.submit(queued, []) == "8"
