@@ -101,7 +101,7 @@ def _run_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation, stop: S
             return 0
         secret = secrets.token_hex(16)
         channel = ControlServer(
-            secret, allocation.num_nodes, spec.network.ports, timeout_seconds=spec.stage_timeout_seconds
+            secret, allocation.num_nodes, spec.network.ports, timeout_seconds=spec.stage_timeout.seconds
         )
         try:
             addresses = _addresses(spec, allocation)
@@ -122,7 +122,7 @@ def _run_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation, stop: S
             return 0
         attempt, status = joined, NodeStatus(node_rank=allocation.node_rank)
         hosts = first_node_hosts(allocation.first_node, attempt.addresses, spec.network.interface)
-        channel = ControlClient(hosts, attempt.port, attempt.secret, status, timeout_seconds=spec.stage_timeout_seconds)
+        channel = ControlClient(hosts, attempt.port, attempt.secret, status, timeout_seconds=spec.stage_timeout.seconds)
     writer = claim.event_file(run, attempt.attempt, allocation.node_rank)
     node = NodeAttempt(run=run, spec=spec, allocation=allocation, attempt=attempt, writer=writer)
     try:

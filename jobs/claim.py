@@ -18,8 +18,7 @@ from hpc.run.events.history import History
 from hpc.run.events.kinds import Claimed, Deferred, Refused, StartedNothing
 from hpc.run.events.ledger import EventWriter, claim_file, record_once
 from hpc.run.rundir import RunDir
-from hpc.slurm import client as slurm
-from hpc.slurm import handover
+from hpc.slurm import handover, squeue
 from jobs.node_attempt import STORAGE_SECONDS, NodeAllocation, ask_slurm, await_storage, log
 
 _POLL_SECONDS = 0.5
@@ -99,7 +98,7 @@ def _wait_for_job_end(job_id: str, run: RunDir, allocation: NodeAllocation) -> N
     """Wait until a job of the run has ended or is pending. Raises TorchrelayError if it runs, or after two minutes."""
     deadline = time.monotonic() + _ENDING_SECONDS
     while allocation.cluster == "slurm":
-        job = ask_slurm(slurm.jobs, _CONTROLLER_SECONDS).get(job_id)
+        job = ask_slurm(squeue.jobs, _CONTROLLER_SECONDS).get(job_id)
         if job is None or job.state is JobState.PENDING:
             return
         if not job.state.alive and job.state is not JobState.UNKNOWN:
@@ -208,7 +207,7 @@ def has_lost_first_node(allocation: NodeAllocation) -> bool:
     if allocation.cluster != "slurm":
         return False
     try:
-        job = slurm.jobs().get(allocation.job_id)
-        return job is not None and slurm.lacks_first_node(job)
+        job = squeue.jobs().get(allocation.job_id)
+        return job is not None and squeue.lacks_first_node(job)
     except TorchrelayError:
         return False

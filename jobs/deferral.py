@@ -7,6 +7,7 @@ A job starts too early if the jobs of the other runs have ended, but those runs 
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.slurm import client as slurm
+from hpc.slurm import squeue
 from hpc.slurm.predecessors import dependency, predecessors_of, wait_again
 from jobs import claim
 from jobs.node_attempt import NodeAllocation, ask_slurm, log
@@ -28,7 +29,7 @@ def must_wait(run: RunDir, spec: RunSpec, allocation: NodeAllocation) -> bool:
     """
     if allocation.cluster != "slurm" or not (spec.after or spec.after_ok):
         return False
-    jobs = ask_slurm(slurm.jobs, _SLURM_SECONDS)
+    jobs = ask_slurm(squeue.jobs, _SLURM_SECONDS)
     waits = [one for one in predecessors_of(run, spec, jobs) if not one.is_over]
     if not waits:
         return False
@@ -42,5 +43,5 @@ def must_wait(run: RunDir, spec: RunSpec, allocation: NodeAllocation) -> bool:
     else:
         slurm.requeue_held(job_id)
         # If the other run got a new job before this one was held, release this one to wait for the new job.
-        ask_slurm(lambda: wait_again(run, job_id, slurm.jobs(), held=True), _AFTER_REQUEUE_SECONDS)
+        ask_slurm(lambda: wait_again(run, job_id, squeue.jobs(), held=True), _AFTER_REQUEUE_SECONDS)
     return True

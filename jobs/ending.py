@@ -31,7 +31,7 @@ from hpc.run.nodedir import NodeDir, node_dirs
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.slurm import client as slurm
-from hpc.slurm import handover, job_fields
+from hpc.slurm import handover, job_fields, squeue
 from jobs import claim
 from jobs.control.channel import ControlClient, ControlServer
 from jobs.control.coordinator import Coordinator
@@ -374,7 +374,7 @@ def _is_running(node: NodeAttempt) -> bool:
     if not node.on_slurm:
         return True
     try:
-        job = slurm.jobs().get(node.allocation.job_id)
+        job = squeue.jobs().get(node.allocation.job_id)
     except TorchrelayError as error:
         log(f"Slurm does not report the state of this job: {error}")
         return True

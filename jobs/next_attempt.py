@@ -14,9 +14,8 @@ from functools import cache, partial
 from hpc.base.errors import TorchrelayError
 from hpc.run.events.kinds import Excluded, NotContinued, Requeued, Resubmitted
 from hpc.slurm import client as slurm
-from hpc.slurm import handover, job_fields, sinfo
+from hpc.slurm import handover, job_fields, sinfo, squeue
 from hpc.slurm.predecessors import redirect_waiting_jobs
-from hpc.slurm.reservations import shorter_limit
 from jobs.node_attempt import NodeAttempt, ask_slurm, log
 
 # Longer than Slurm takes to notice a dead node (SlurmdTimeout, 300 s unless the administrators have changed it) or to
@@ -105,10 +104,8 @@ def _why_new_job(node: NodeAttempt) -> str | None:
         return "--continue-with job" if node.spec.recovery.continue_with == "job" else None
     try:
         job = slurm.show_job(node.allocation.job_id)
-        if job_fields.is_shortened(job, node.spec.resources.limit_minutes):
+        if job_fields.is_shortened(job, node.spec.resources.time_limit.minutes):
             return f"this job's time limit is {job['TimeLimit']} (--time-min), and a requeue would keep it"
-        if shorter := shorter_limit(node.spec):
-            return str(shorter)
         if job_fields.is_expedited(job):
             return None
         delay = slurm.requeue_delay_seconds(slurm.show_config())
@@ -123,7 +120,7 @@ def _holds(node: NodeAttempt, dead: set[str]) -> bool:
     A node that does not answer Slurm counts as dead: it may have died after the agents noticed the `dead` ones.
     """
     held = dead - set(sinfo.dead_nodes(sorted(dead))) | sinfo.silent_nodes(node.allocation.hostnames)
-    job = slurm.jobs().get(node.allocation.job_id) if held else None
+    job = squeue.jobs().get(node.allocation.job_id) if held else None
     # A dead node that has been rebooted is not down any more, but no longer belongs to the job.
     return job is not None and not held.isdisjoint(slurm.hostnames(job.nodes))
 

@@ -22,11 +22,12 @@ from typing import Any
 from hpc.base.errors import TorchrelayError
 from hpc.base.node_info import inspect_node
 from hpc.base.transport import pick_port
+from hpc.base.units import PortRange
 from hpc.run.nodedir import stage_dir_on_node
 from hpc.run.own_packages import packages_alone
 from hpc.run.rundir import RunDir
 from hpc.run.spec import Network
-from hpc.slurm import client as slurm
+from hpc.slurm import squeue
 from hpc.slurm.srun import users_pythonpath
 from jobs import claim
 from jobs.control.addresses import first_node_hosts, interface_of, own_addresses
@@ -74,7 +75,7 @@ def main(argv: list[str]) -> int:
     job, directory, stage_dir, num_gpus, interface, port_range, python = argv
     probe = Probe(
         run=RunDir(Path(directory)), stage_dir=stage_dir, num_gpus=int(num_gpus),
-        network=Network(interface=interface or None, port_range=port_range or None),
+        network=Network(interface=interface or None, port_range=PortRange.parse(port_range) if port_range else None),
         allocation=find_allocation(os.environ), python=python,
     )  # fmt: skip
     found: dict[str, Any] = {"name": probe.allocation.host, "sees_runs": probe.run.path.is_dir()}
@@ -145,7 +146,7 @@ def client_error() -> str:
     if missing:
         return f"{', '.join(missing)}: not on the PATH"
     try:
-        slurm.jobs()
+        squeue.jobs()
     except TorchrelayError as error:
         return str(error)
     return ""

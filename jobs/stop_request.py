@@ -54,8 +54,8 @@ class StopRequest:
 
     def save_timeout_seconds(self, spec: RunSpec, history: History) -> float:
         """Return the seconds from the first signal in which ranks may save: --grace-period, or what Slurm grants."""
-        if spec.grace_seconds is not None:
-            return spec.grace_seconds
+        if spec.recovery.grace_period:
+            return spec.recovery.grace_period.seconds
         if not self.is_last:
             return spec.stop_lead_seconds - REQUEUE_SECONDS
         # Use the grace time of the run's partition, from the newest submission that found one.

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import tyro
 
+from hpc.base.units import Duration, NodeRange
 from hpc.run.events.attempts import Attempt
 from hpc.run.events.ledger import EventWriter
 from hpc.run.nodedir import HeldNodeDir
@@ -44,7 +45,7 @@ class Options:
     """Directory for the events."""
     source: Path
     stage_dir: Path
-    keep: str = "7d"
+    keep: Duration = RunSpec.stage_keep
     env: bool = False
     """The source is a packed environment, to be used like one."""
 
@@ -108,7 +109,8 @@ def make_node(options: Options) -> Node:
     attempt = NodeAttempt(
         run=run,
         spec=RunSpec(
-            name=run.name, cluster="slurm", resources=Resources(nodes=str(options.nodes)), data=str(options.source),
+            name=run.name, cluster="slurm", resources=Resources(nodes=NodeRange(options.nodes)),
+            data=str(options.source),
             program=script_program(("train.py",)), stage_dir=str(options.stage_dir), stage_keep=options.keep,
             stage_env=str(options.source) if options.env else None,
         ),

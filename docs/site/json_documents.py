@@ -20,7 +20,7 @@ from hpc.commands.runs.clean import Holding, PackageCopies
 from hpc.run.events.downtime import Interruption
 from hpc.run.events.history import State
 from hpc.run.spec import Cluster, Service
-from hpc.slurm.sbatch_reply import StartEstimate
+from hpc.slurm.sbatch_command import StartEstimate
 from hpc.status.stacks import StackGroup
 from hpc.status.summary import Summary
 from hpc.studies.scaling.measures import Measures

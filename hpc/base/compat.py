@@ -13,35 +13,28 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
 
-class SubmititSlurm(submitit.SlurmExecutor):
-    """submitit's writer of sbatch scripts, with our own task command instead of a pickled function.
-
-    Checked in submitit 1.5.4.
-    """
+class _OwnCommand:
+    """Replaces the pickled function of submitit's executors by our own command. Checked in submitit 1.5.4."""
 
     def __init__(self, folder: Path, command: str) -> None:
-        super().__init__(folder)
+        super().__init__(folder)  # type: ignore[call-arg]  # the next class is one of submitit's executors
         self._task_command = command
 
     @property
     def _submitit_command_str(self) -> str:
         return self._task_command
+
+
+class SubmititSlurm(_OwnCommand, submitit.SlurmExecutor):
+    """submitit's writer of sbatch scripts, with our own task command."""
 
     def script(self) -> str:
         """Return the text of the sbatch script."""
         return self._make_submission_file_text(self._task_command, "")
 
 
-class SubmititLocal(submitit.LocalExecutor):
-    """submitit's local executor, with our own task command instead of a pickled function. Checked in submitit 1.5.4."""
-
-    def __init__(self, folder: Path, command: str) -> None:
-        super().__init__(folder)
-        self._task_command = command
-
-    @property
-    def _submitit_command_str(self) -> str:
-        return self._task_command
+class SubmititLocal(_OwnCommand, submitit.LocalExecutor):
+    """submitit's local executor, with our own task command."""
 
     def start(self) -> str:
         """Start submitit's controller and return its process id, which is the job's id."""

@@ -10,12 +10,14 @@ import sys
 import textwrap
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from types import NoneType
 from typing import Annotated, Any, get_args
 
 import tyro
 
 from hpc.base import program
 from hpc.base.program import Help
+from hpc.base.units import Word
 
 _WIDEST = 100  # columns of a description: longer lines are hard to read
 TYRO = (
@@ -88,9 +90,19 @@ def annotated(options: type[Any], mark: Callable[[str], Any]) -> type[Any]:
             if field.default_factory is not dataclasses.MISSING:
                 values[field.name] = dataclasses.field(default_factory=view)
         else:
-            types[field.name] = Annotated[(program.type_of(field), *_tyro_marks(field), mark(field.name))]
-    members = {"__annotations__": types, "__doc__": options.__doc__, **values}
+            types[field.name] = Annotated[(_tyro_type(field), *_tyro_marks(field), mark(field.name))]
+            if isinstance(field.default, Word):
+                values[field.name] = str(field.default)
+    # The checks of the class expect values, but the help has the texts of some.
+    unchecked = {"__post_init__": lambda _: None}
+    members = {"__annotations__": types, "__doc__": options.__doc__, **unchecked, **values}
     return dataclasses.dataclass(frozen=True, kw_only=True)(type(options.__name__, (options,), members))
+
+
+def _tyro_type(field: dataclasses.Field[Any]) -> Any:
+    kind = program.type_of(field)
+    is_word = any(isinstance(part, type) and issubclass(part, Word) for part in (kind, *get_args(kind)))
+    return (str | None if NoneType in get_args(kind) else str) if is_word else kind
 
 
 def _tyro_marks(field: dataclasses.Field[Any]) -> list[Any]:

@@ -25,6 +25,7 @@ from hpc.base.environment import CALLED
 from hpc.base.errors import TorchrelayError, UserError
 from hpc.base.flags import Flag
 from hpc.base.text import did_you_mean, visible
+from hpc.base.units import Word
 
 INTERRUPTED = 130
 SCHEMA = 1
@@ -182,6 +183,11 @@ def taken(label: str, kind: Any, value: Any) -> Any:
         if value not in (choices := get_args(kind)):
             raise UserError(f"{label} is {value!r}: use one of {', '.join(map(repr, choices))}")
         return value
+    if issubclass(kind, Word):
+        try:
+            return value if isinstance(value, kind) else kind.parse(str(value))
+        except ValueError as error:
+            raise UserError(f"{label} {error}") from error
     from_text, accepted, expected = _KINDS[kind]
     with contextlib.suppress(ValueError, KeyError):
         if isinstance(value, accepted) and isinstance(value, bool) <= (kind is bool):

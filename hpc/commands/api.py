@@ -60,8 +60,18 @@ class _Given:
 
 @dataclass(frozen=True, kw_only=True)
 class _RunRequest(_Given, RunFlags, Resources, Recovery, Network, Notification):
-    nodes: int | str = 1  # type: ignore[assignment]  # Python may give a number
+    # Python may give texts and numbers, as a command line does.
+    nodes: int | str = 1  # type: ignore[assignment]
     gpus_per_node: int | str = 1  # type: ignore[assignment]
+    mem: str | None = None  # type: ignore[assignment]
+    time: str | None = None  # type: ignore[assignment]
+    time_min: str | None = None  # type: ignore[assignment]
+    hang_timeout: str = "auto"  # type: ignore[assignment]
+    signal_before: str | None = None  # type: ignore[assignment]
+    grace_period: str | None = None  # type: ignore[assignment]
+    port_range: str | None = None  # type: ignore[assignment]
+    stage_keep: str = "7d"  # type: ignore[assignment]
+    stage_timeout: str = "5m"  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         """Skip the base classes' checks: `submit` makes them after it has added a recipe and the user's defaults."""

@@ -59,7 +59,7 @@ def how_to_get_the_code(record: RunRecord) -> str:
 def cost(record: RunRecord, now: float) -> dict[str, Any]:
     """Return a run's time in the queue, and its GPU-hours: unit, sum, and parts with colors. None means unknown."""
     periods = record.periods(now)
-    gpus = record.spec.resources.num_gpus if record.spec else 0
+    gpus = record.spec.resources.gpus_per_node.count if record.spec else 0
     # A node without GPUs has one rank.
     hours = gpu_hours(record.history, periods, gpus or 1, record.last_logged, record.summary.steps_lost)
     waits = [period.seconds for period in periods if period.kind == "queue"]

@@ -110,9 +110,9 @@ def comparison_page(
 def _headline(spec: RunSpec, *, on_cpu: bool) -> list[str]:
     """Return the parts of the line below the title: what ran, its main settings, and its nodes and GPUs."""
     nodes, resources = spec.resources.nodes, spec.resources
-    gpus = formats.plural(resources.num_gpus, f"{resources.gpu_type or ''} GPU".strip())
-    gpus = f"{formats.plural(resources.num_gpus, 'rank')} on CPUs" if on_cpu else gpus
-    where = f"{nodes} node{'s' * (nodes != '1')}" + (f" × {gpus}" if resources.num_gpus else " without GPUs")  # noqa: RUF001 - times
+    count, kind = resources.gpus_per_node.count, resources.gpus_per_node.kind
+    gpus = formats.plural(count, "rank") + " on CPUs" if on_cpu else formats.plural(count, f"{kind or ''} GPU".strip())
+    where = f"{nodes} node{'s' * (nodes.most > 1)}" + (f" × {gpus}" if count else " without GPUs")  # noqa: RUF001 - times
     if spec.training is None:
         return [" ".join(spec.script), where]
     train = spec.training.train

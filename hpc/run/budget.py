@@ -109,10 +109,10 @@ class Budget:
     @property
     def used(self) -> list[dict[str, Any]]:
         """For each limit that has counted failures: their causes and number, and the number at which the run fails."""
-        found = [(rule, [cause for cause in self.row if cause in rule.causes]) for rule in _RULES]
+        counted = [(rule, [cause for cause in self.row if cause in rule.causes]) for rule in _RULES]
         return [
             {"causes": list(dict.fromkeys(own)), "failures": len(own), "budget": rule.failures}
-            for rule, own in found
+            for rule, own in counted
             if own
         ]
 
@@ -125,30 +125,31 @@ def budget_after(history: Iterable[PastInterruption]) -> Budget:
     time limit is a failure only if its attempt did no step, for example because staging takes longer than the limit.
     """
     budget, before, restored = Budget(), None, 0
-    for one in history:
-        rule, row = _rule(one.cause), budget.row
-        trained = one.restored_step is not None and (one.step or 0) > one.restored_step
-        if one.restored_step is not None:
-            row, restored = (() if one.restored_step > restored else row), one.restored_step
-        if one.step is None and one.cause in _ENDED_FROM_OUTSIDE:
+    for past in history:
+        rule, row = _rule(past.cause), budget.row
+        trained = past.restored_step is not None and (past.step or 0) > past.restored_step
+        if past.restored_step is not None:
+            row, restored = (() if past.restored_step > restored else row), past.restored_step
+        if past.step is None and past.cause in _ENDED_FROM_OUTSIDE:
             rule, row = None, ()
-        elif one.step is None and one.ran_seconds > _LONG_SECONDS:
+        elif past.step is None and past.ran_seconds > _LONG_SECONDS:
             row, before = (), None
-        if rule is None or (one.cause == Cause.TIME_LIMIT and trained):
-            budget = Budget(cause=one.cause, row=row)
+        if rule is None or (past.cause == Cause.TIME_LIMIT and trained):
+            budget = Budget(cause=past.cause, row=row)
             continue
-        repeated = before is not None and _is_same(before, one)
-        budget, before = Budget(cause=one.cause, row=(*row, one.cause), is_repeated=repeated), one
+        repeated = before is not None and _is_same(before, past)
+        budget = Budget(cause=past.cause, row=(*row, past.cause), is_repeated=repeated)
+        before = past
     return budget
 
 
-def _is_same(one: PastInterruption, other: PastInterruption) -> bool:
+def _is_same(first: PastInterruption, second: PastInterruption) -> bool:
     """Return whether two failures have the same cause and signature and, if both steps are known, the same step."""
     # Time limits have no signature, but are the same failure: they count only if their attempts did no step.
-    known = one.signature is not None or one.cause == Cause.TIME_LIMIT
-    if not known or (one.cause, one.signature) != (other.cause, other.signature):
+    is_comparable = first.signature is not None or first.cause == Cause.TIME_LIMIT
+    if not is_comparable or (first.cause, first.signature) != (second.cause, second.signature):
         return False
-    return one.step is None or other.step is None or abs(one.step - other.step) <= _SAME_STEP
+    return first.step is None or second.step is None or abs(first.step - second.step) <= _SAME_STEP
 
 
 def signature_of(message: str) -> str:

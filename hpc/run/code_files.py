@@ -52,13 +52,13 @@ class CodeFiles:
 
 def parents(names: Iterable[str]) -> set[str]:
     """Return the directories above relative paths, without the root."""
-    found = set[str]()
+    directories = set[str]()
     for name in names:
         parent = os.path.dirname(name)  # noqa: PTH120 - there are thousands of names
-        while parent and parent not in found:
-            found.add(parent)
+        while parent and parent not in directories:
+            directories.add(parent)
             parent = os.path.dirname(parent)  # noqa: PTH120
-    return found
+    return directories
 
 
 def stamp(path: Path) -> tuple[int, int]:

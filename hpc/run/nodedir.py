@@ -296,25 +296,25 @@ def _key(run: Path) -> str:
 
 def _newest_step(directory: Path) -> int:
     """Return the step of the newest checkpoint or snapshot in a directory; -1 if there is none."""
-    found = (*directory.glob("step-*"), *directory.glob("shard-*/step-*"))
-    steps = (path.name.removeprefix("step-") for path in found)
+    paths = (*directory.glob("step-*"), *directory.glob("shard-*/step-*"))
+    steps = (path.name.removeprefix("step-") for path in paths)
     return max((int(step) for step in steps if step.isdecimal()), default=-1)
 
 
 def node_dirs(run: Path) -> list[NodeDir]:
     """Return a run's directories on this machine: one, or one for each simulated node."""
-    found = list[Path]()
+    locks = list[Path]()
     for parent in _PARENTS:
         with contextlib.suppress(TorchrelayError, OSError):
-            found += sorted(private_directory(parent).glob(f"{_key(run)}-*/lock"))
-    return [NodeDir(lock.parent) for lock in found]
+            locks += sorted(private_directory(parent).glob(f"{_key(run)}-*/lock"))
+    return [NodeDir(lock.parent) for lock in locks]
 
 
 def _remove_abandoned(root: Path, own: NodeDir) -> None:
-    for found in root.iterdir():
-        other = NodeDir(found)
+    for directory in root.iterdir():
+        other = NodeDir(directory)
         # Staged data are in the same directory if the node has no /dev/shm; they have no such lock.
-        if found.name.startswith(own.path.name.rpartition("-")[0]) or not other.lock.exists():
+        if directory.name.startswith(own.path.name.rpartition("-")[0]) or not other.lock.exists():
             continue
         try:
             descriptor = open_lock(other.lock)
@@ -323,5 +323,5 @@ def _remove_abandoned(root: Path, own: NodeDir) -> None:
         # If the storage of the other run does not answer, its directory on this node stays.
         with contextlib.suppress(OSError, NoLocksError):
             if try_lock(descriptor) and not other.is_needed():
-                shutil.rmtree(found, ignore_errors=True)
+                shutil.rmtree(directory, ignore_errors=True)
         os.close(descriptor)

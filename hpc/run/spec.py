@@ -1,15 +1,28 @@
 """Defines RunSpec, the resolved flags of one run as its spec file keeps them, and the flags of the run's job."""
 
 import re
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
+
+import msgspec
 
 from hpc.base.errors import UserError
 from hpc.base.files import write_json
 from hpc.base.flags import Flag
-from hpc.base.units import duration_seconds, port_range, walltime_minutes
+from hpc.base.units import (
+    Duration,
+    DurationOrAuto,
+    Gpus,
+    Memory,
+    NodeRange,
+    PortRange,
+    TimeLimit,
+    TimeLimitOrAuto,
+    Word,
+)
 from hpc.run.events.resumption import current_spec
 from hpc.run.rundir import RunDir
 from hpc.run.spec_file import Program, read_spec
@@ -44,20 +57,8 @@ MANAGED_SBATCH = {
     "wait": "use --wait instead", "test-only": "use --dry-run instead",
     "wrap": "to run a script of your own, use -- script.py ARGS",
 }  # fmt: skip
-# Forms of GPUs and of memory that sbatch accepts and sinfo prints.
-_GPUS = re.compile(r"((?P<type>[^\s:,=()]+):)?(?P<count>\d+)")
-_MEMORY = re.compile(r"\d+([KMGT]B?)?", re.IGNORECASE)
-# Times that Slurm reads as much shorter than most people mean: pattern, Slurm's unit, and what to type instead.
-_UNCLEAR_TIMES = (
-    (r"\d+", "minutes", "{0}h or {0}m"),
-    (r"\d+:\d+", "minutes and seconds", "{0}:00 for hours, or 00:{0}"),
-)
-_UNCLEAR_MEMORY = r"[1-9]\d*"  # 0 is clear: it asks for all the memory of a node
-# Fewest ports in a --port-range. They suffice for one run on a node (control channel, staging of data and environment,
-# rendezvous, the ranks' store), and leave some for other runs.
-_MIN_PORTS = 10
 _SHORTEST_MINUTES = 10
-_DEFAULT_LIMIT_MINUTES = 24 * 60
+_DEFAULT_LIMIT = TimeLimit(24 * 3600)  # of partitions that have none
 # Limits of --signal-before: the requeue itself takes part of this time, and sbatch keeps the number in 16 bits.
 _MIN_LEAD_SECONDS, _MAX_LEAD_SECONDS = 15, 65535
 _STOP_SIGNALS = ("USR1", "USR2", "TERM", "INT", "HUP")
@@ -67,17 +68,17 @@ _STOP_SIGNALS = ("USR1", "USR2", "TERM", "INT", "HUP")
 class Resources:
     """Resources of the Slurm job."""
 
-    nodes: Annotated[str, Flag(metavar="N", letter="-N")] = "1"
+    nodes: Annotated[NodeRange, Flag(metavar="N", letter="-N")] = NodeRange(1)
     """Number of nodes. MIN:MAX: as many as are free in this range."""
-    gpus_per_node: Annotated[str, Flag(metavar="N")] = "1"
+    gpus_per_node: Annotated[Gpus, Flag(metavar="N")] = Gpus(1)
     """GPUs per node, with one rank each, or TYPE:N such as a100:2. 0: one rank per node on its CPUs (gloo)."""
     cpus_per_gpu: Annotated[int | None, Flag(metavar="N")] = None
     """CPUs per rank. Default: a node's share per GPU."""
-    mem: Annotated[str | None, Flag(metavar="SIZE")] = None
+    mem: Annotated[Memory | None, Flag(metavar="SIZE")] = None
     """Memory per node: 64G. Default: the partition's."""
-    time: Annotated[str | None, Flag(metavar="TIME", letter="-t")] = None
+    time: Annotated[TimeLimit | None, Flag(metavar="TIME", letter="-t")] = None
     """Time limit of one attempt: 12h, 90m, 1-12:00:00. Default: the partition's, or at most a day if it has none."""
-    time_min: Annotated[str | None, Flag(metavar="TIME")] = None
+    time_min: Annotated[TimeLimitOrAuto | None, Flag(metavar="TIME")] = None
     """Let Slurm shorten --time to this if an attempt can then start sooner, in a gap between other jobs.
     auto: time to start and to save three times, at least 10m."""
     partition: Annotated[str | None, Flag(metavar="P", letter="-p")] = None
@@ -97,63 +98,27 @@ class Resources:
 
     def __post_init__(self) -> None:
         """Check what can be checked without a cluster."""
-        if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", self.nodes) or self.max_nodes < self.min_nodes:
-            raise UserError(f"--nodes is {self.nodes!r}: use a number such as 2, or a range such as 2:4")
-        gpus = _GPUS.fullmatch(self.gpus_per_node)
-        if gpus is None or (gpus["type"] and not self.num_gpus):
-            raise UserError(
-                f"--gpus-per-node is {self.gpus_per_node!r}: use a number such as 2, or a type and a number such as "
-                "a100:2; 0 for one rank per node on its CPUs"
-            )
         if self.cpus_per_gpu is not None and self.cpus_per_gpu < 1:
             raise UserError(f"--cpus-per-gpu is {self.cpus_per_gpu}: use 1 or more")
-        _check_units(self.time, self.mem)
-        if self.given_time_min is not None:
-            _check_time("--time-min", self.given_time_min)
         for option in self.sbatch:
-            key, separator, given = option.partition("=")
-            if not re.fullmatch(r"[a-z][a-z0-9-]*", key) or bool(separator) != bool(given) or "\n" in given:
+            key, separator, value = option.partition("=")
+            if not re.fullmatch(r"[a-z][a-z0-9-]*", key) or bool(separator) != bool(value) or "\n" in value:
                 raise UserError(f"--sbatch {option!r}: use KEY=VALUE, such as mail-type=END, or KEY, such as exclusive")
             if key in MANAGED_SBATCH:
                 raise UserError(f"--sbatch {key}: {MANAGED_SBATCH[key]}")
             # --gpus-per-node sets the same field of the job, so sbatch would silently ignore --gres.
-            if key == "gres" and self.num_gpus and re.search(r"(^|,)(gres:)?gpu\b", given):
+            if key == "gres" and self.gpus_per_node.count and re.search(r"(^|,)(gres:)?gpu\b", value):
                 raise UserError(f"--sbatch {option}: use --gpus-per-node instead, for example --gpus-per-node a100:2")
 
     @property
-    def limit_minutes(self) -> int:
-        """The time limit of an attempt in minutes. If `time` is None, the default for partitions that have none."""
-        return _DEFAULT_LIMIT_MINUTES if self.time is None else walltime_minutes(self.time)
-
-    @property
-    def given_time_min(self) -> str | None:
-        """The value of --time-min; None if the flag is not set, or is `auto`."""
-        return None if self.time_min == "auto" else self.time_min
-
-    @property
-    def min_nodes(self) -> int:
-        """The fewest nodes that the run starts with."""
-        return int(self.nodes.split(":")[0])
-
-    @property
-    def max_nodes(self) -> int:
-        """The most nodes that the run can use."""
-        return int(self.nodes.split(":")[-1])
-
-    @property
-    def num_gpus(self) -> int:
-        """GPUs per node."""
-        return int(self.gpus_per_node.rpartition(":")[2])
-
-    @property
-    def gpu_type(self) -> str | None:
-        """The required type of the GPUs; None for any."""
-        return self.gpus_per_node.rpartition(":")[0] or None
+    def time_limit(self) -> TimeLimit:
+        """The time limit of an attempt; if `time` is None, the default for partitions that have none."""
+        return self.time or _DEFAULT_LIMIT
 
     @property
     def ranks_per_node(self) -> int:
         """Ranks of a node: one per GPU, or one if the run uses no GPUs."""
-        return self.num_gpus or 1
+        return self.gpus_per_node.count or 1
 
     @property
     def cpus_per_node(self) -> int:
@@ -169,10 +134,10 @@ class Recovery:
     """When nodes are lost, continue on the remaining nodes: at least one, or MIN of --nodes MIN:MAX."""
     spares: Annotated[int, Flag(metavar="N")] = 0
     """Number of idle nodes to replace lost ones."""
-    hang_timeout: Annotated[str, Flag(metavar="TIME")] = "auto"
+    hang_timeout: Annotated[DurationOrAuto, Flag(metavar="TIME")] = DurationOrAuto()
     """Restart all ranks after this time without progress: 90s, 5m. auto: chosen from the measured time of a step;
     no limit for a script without report() (docs/explanation/recovery.md)."""
-    signal_before: Annotated[str | None, Flag(metavar="TIME")] = None
+    signal_before: Annotated[Duration | None, Flag(metavar="TIME")] = None
     """Save and stop this long before the time limit: 2m. Default: a tenth of it, 30 s to 5 minutes."""
     continue_with: Literal["auto", "requeue", "job"] = "auto"
     """How the run continues after a preemption or its time limit: requeue the same job, or submit a new job.
@@ -183,7 +148,7 @@ class Recovery:
     """Replace a node by a spare if its rank slows down all others. Only for the image classifier."""
     start_once: bool = False
     """Never start the ranks again, whatever has ended them: for a script that must not start twice."""
-    grace_period: Annotated[str | None, Flag(metavar="TIME")] = None
+    grace_period: Annotated[Duration | None, Flag(metavar="TIME")] = None
     """Kill ranks that have not ended this long after the signal to stop: 90s. Default: as long as Slurm allows."""
     stop_signal: Annotated[str, Flag(metavar="NAME")] = "auto"
     """Signal on which your own script saves and exits: USR1, INT, HUP, TERM, USR2.
@@ -198,28 +163,21 @@ class Recovery:
             raise UserError(f"--start-once and {flag} are both given, but {flag} restarts the ranks: leave one out")
         if self.evict_slow and not self.spares:
             raise UserError("--evict-slow needs a node that can take over: add --spares 1")
-        if self.hang_timeout != "auto" and duration_seconds("--hang-timeout", self.hang_timeout) < 1:
+        if self.hang_timeout.typed and self.hang_timeout.typed.seconds < 1:
             raise UserError(f"--hang-timeout is {self.hang_timeout}: use 1s or more, or auto")
-        if self.signal_before is not None:
-            seconds = duration_seconds("--signal-before", self.signal_before)
-            if not _MIN_LEAD_SECONDS <= seconds <= _MAX_LEAD_SECONDS:
-                raise UserError(f"--signal-before is {self.signal_before}: use {_MIN_LEAD_SECONDS}s to 18h")
-        if self.grace_period is not None:
-            self._check_grace(self.grace_period)
-        if self.stop_signal != "auto" and self.stop_signal.removeprefix("SIG") not in _STOP_SIGNALS:
-            known = ", ".join(_STOP_SIGNALS)
-            raise UserError(f"--stop-signal is {self.stop_signal!r}: use one of {known}, or auto")
-
-    def _check_grace(self, grace: str) -> None:
-        needed = duration_seconds("--grace-period", grace) + int(REQUEUE_SECONDS)
-        if not REQUEUE_SECONDS < needed <= _MAX_LEAD_SECONDS:
+        lead, grace = self.signal_before, self.grace_period
+        if lead and not _MIN_LEAD_SECONDS <= lead.seconds <= _MAX_LEAD_SECONDS:
+            raise UserError(f"--signal-before is {lead}: use {_MIN_LEAD_SECONDS}s to 18h")
+        if grace and not 0 < grace.seconds <= _MAX_LEAD_SECONDS - REQUEUE_SECONDS:
             raise UserError(f"--grace-period is {grace}: use 1s to 18h")
-        lead = self.signal_before
-        if lead is not None and duration_seconds("--signal-before", lead) < needed:
+        if lead and grace and lead.seconds < (needed := grace.seconds + int(REQUEUE_SECONDS)):
             raise UserError(
                 f"--grace-period is {grace}, and the requeue takes {REQUEUE_SECONDS:.0f} s more, but "
                 f"--signal-before is {lead}: use --signal-before {needed}s or more, or leave it out"
             )
+        if self.stop_signal != "auto" and self.stop_signal.removeprefix("SIG") not in _STOP_SIGNALS:
+            names = ", ".join(_STOP_SIGNALS)
+            raise UserError(f"--stop-signal is {self.stop_signal!r}: use one of {names}, or auto")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +187,7 @@ class Network:
     interface: Annotated[str | None, Flag(metavar="NAME")] = None
     """Network interface of the nodes, such as ib0, for the agents, the data and the ranks.
     Default: the interface of the route to the first node; NCCL chooses its interface itself."""
-    port_range: Annotated[str | None, Flag(metavar="FIRST-LAST")] = None
+    port_range: Annotated[PortRange | None, Flag(metavar="FIRST-LAST")] = None
     """Ports that are open between the nodes: 20000-20100. Default: any ports.
     The ranks' own connections (NCCL, gloo) always use ports that the kernel chooses (docs/how-to/clusters.md)."""
 
@@ -237,19 +195,11 @@ class Network:
         """Check what can be checked without a node."""
         if self.interface is not None and not re.fullmatch(r"[^\s/:]{1,15}", self.interface):
             raise UserError(f"--interface is {self.interface!r}: use the name of one interface, as `ip link` shows it")
-        if self.port_range is not None:
-            given = re.fullmatch(r"(\d{1,5})-(\d{1,5})", self.port_range)
-            low, high = (int(given[1]), int(given[2])) if given else (0, 0)
-            if not 1024 <= low <= high - _MIN_PORTS + 1 or high >= 2**16:
-                raise UserError(
-                    f"--port-range is {self.port_range!r}: use LOW-HIGH, {_MIN_PORTS} or more ports from 1024 to "
-                    "65535, such as 20000-20100"
-                )
 
     @property
     def ports(self) -> range:
         """The ports of `port_range`; an empty range lets the kernel choose."""
-        return port_range(self.port_range or "")
+        return self.port_range.ports if self.port_range else range(0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,10 +237,10 @@ class RunSpec:
     """The directory, relative to the top of the user's code, where a script was submitted and the ranks start."""
     stage_dir: str
     """The directory on each node's own disk for staged copies. Each node replaces the variables in it."""
-    stage_keep: str = "7d"
-    """The time for which an unused copy in `stage_dir` is kept, such as 7d."""
-    stage_timeout: str = "5m"
-    """A node is dropped if its copy makes no progress for this time, such as 5m."""
+    stage_keep: Duration = Duration(7 * 86400)
+    """The time for which an unused copy in `stage_dir` is kept."""
+    stage_timeout: Duration = Duration(300)
+    """A node is dropped if its copy makes no progress for this time."""
     pack: int | None = None
     """The side, in pixels, of the images that the nodes pack and then train from; None if they do not pack."""
     stage_env: str | None = None
@@ -343,14 +293,14 @@ class RunSpec:
         return replace(self, training=training, program=program)
 
     @property
-    def min_nodes(self) -> int:
-        """The fewest nodes on which a started run continues."""
-        return 1 if self.recovery.elastic and ":" not in self.resources.nodes else self.resources.min_nodes
+    def job_nodes(self) -> NodeRange:
+        """The nodes of the run's job, spares included."""
+        return self.resources.nodes.with_spares(self.recovery.spares)
 
     @property
-    def job_nodes(self) -> tuple[int, int]:
-        """The fewest and the most nodes of the run's job, spares included."""
-        return self.resources.min_nodes + self.recovery.spares, self.resources.max_nodes + self.recovery.spares
+    def fewest_to_continue(self) -> int:
+        """The fewest nodes on which the run continues once it has started."""
+        return self.resources.nodes.fewest_to_continue(elastic=self.recovery.elastic)
 
     def code_directory(self, run: RunDir) -> Path:
         """Return the top of the user's code: the copy, unless the script runs in place."""
@@ -363,27 +313,24 @@ class RunSpec:
     @property
     def stop_lead_seconds(self) -> int:
         """Seconds before the time limit at which the ranks get the signal to save and exit."""
-        if self.recovery.signal_before is not None:
-            return duration_seconds("--signal-before", self.recovery.signal_before)
-        given = self.resources.given_time_min
-        usual = stop_lead_seconds(walltime_minutes(given) if given else self.resources.limit_minutes)
-        return usual if self.grace_seconds is None else max(usual, self.grace_seconds + int(REQUEUE_SECONDS))
+        recovery = self.recovery
+        if recovery.signal_before:
+            return recovery.signal_before.seconds
+        least = self.resources.time_min and self.resources.time_min.typed
+        usual = stop_lead_seconds((least or self.resources.time_limit).minutes)
+        return max(usual, recovery.grace_period.seconds + int(REQUEUE_SECONDS)) if recovery.grace_period else usual
 
     @property
-    def shortest_minutes(self) -> int:
-        """Minutes of the shortest useful time limit, in which an attempt can start, and save three times."""
-        if given := self.resources.given_time_min:
-            return walltime_minutes(given)
-        return min(self.resources.limit_minutes, max(_SHORTEST_MINUTES, 3 * self.stop_lead_seconds // 60))
+    def shortest_minutes(self) -> int | None:
+        """The minutes to which Slurm may shorten the time limit so that an attempt starts sooner; None if it may not.
 
-    @property
-    def grace_seconds(self) -> int | None:
-        """Seconds from the signal to stop until ranks that have not ended are killed; None if Slurm decides."""
-        return (
-            None
-            if self.recovery.grace_period is None
-            else duration_seconds("--grace-period", self.recovery.grace_period)
-        )
+        `auto` is the time in which an attempt can start, and save three times.
+        """
+        if self.resources.time_min is None:
+            return None
+        if typed := self.resources.time_min.typed:
+            return typed.minutes
+        return min(self.resources.time_limit.minutes, max(_SHORTEST_MINUTES, 3 * self.stop_lead_seconds // 60))
 
     @property
     def stop_signal(self) -> str | None:
@@ -391,14 +338,9 @@ class RunSpec:
         name = self.recovery.stop_signal
         return None if name == "auto" else f"SIG{name.removeprefix('SIG')}"
 
-    @property
-    def stage_timeout_seconds(self) -> int:
-        """The seconds of `stage_timeout`."""
-        return duration_seconds("--stage-timeout", self.stage_timeout)
-
     def save(self, run: RunDir, resumption: int = 0) -> None:
         """Write `spec.json` or, if `resumption` is not 0, the spec that this resumption puts into force."""
-        write_json(run.revised_spec(resumption) if resumption else run.spec, asdict(self))
+        write_json(run.revised_spec(resumption) if resumption else run.spec, asdict(self, dict_factory=_json_fields))
 
     @classmethod
     def load(cls, run: RunDir) -> "RunSpec":
@@ -411,37 +353,23 @@ class RunSpec:
 
     @classmethod
     def _from_json(cls, fields: dict[str, Any]) -> "RunSpec":
-        fields = dict(fields)
-        for name in ("sbatch", "setup"):
-            fields["resources"][name] = tuple(fields["resources"].get(name, ()))
-        fields["resources"] = Resources(**fields["resources"])
-        fields["recovery"] = Recovery(**fields.get("recovery", {}))
-        fields["network"] = Network(**fields.get("network", {}))
-        told = fields.get("notification", {})
-        fields["notification"] = Notification(**{**told, "notify": tuple(told.get("notify", ()))})
-        fields["program"] = Program.from_json(fields["program"])
-        fields["training"] = Training.from_json(fields["training"]) if fields["training"] else None
-        fields.pop("include", None)  # earlier versions copied further files if the user named them
-        for name in ("tracker", "after", "after_ok"):
-            fields[name] = tuple(fields.get(name, ()))
-        return cls(**fields)
+        spec = msgspec.convert(fields, cls, str_keys=True, dec_hook=lambda kind, text: kind.parse(text))
+        if unknown := _unknown_fields(spec, fields):
+            raise TypeError(f"unknown fields {', '.join(sorted(unknown))}")
+        return spec
 
 
-def _check_units(time: str | None, mem: str | None) -> None:
-    """Refuse a --time or --mem that is malformed, or that Slurm reads in another unit than most people mean."""
-    if time is not None:
-        _check_time("--time", time)
-    if mem is not None and not _MEMORY.fullmatch(mem):
-        raise UserError(f"--mem is {mem!r}: use a whole number with a unit, such as 64G")
-    if mem is not None and re.fullmatch(_UNCLEAR_MEMORY, mem):
-        raise UserError(f"--mem is {mem}, which Slurm takes for megabytes: use {mem}G or {mem}M")
+def _json_fields(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: str(value) if isinstance(value, Word) else value for name, value in fields}
 
 
-def _check_time(flag: str, time: str) -> None:
-    walltime_minutes(time, flag)
-    for pattern, unit, advice in _UNCLEAR_TIMES:
-        if re.fullmatch(pattern, time):
-            raise UserError(f"{flag} is {time}, which Slurm takes for {unit}: use {advice.format(time)}")
+def _unknown_fields(value: Any, fields: Any) -> set[str]:
+    """Return the names of JSON fields, also of nested objects, that a dataclass lacks. msgspec would ignore them."""
+    if not is_dataclass(value):
+        return set()
+    own = {field.name for field in dataclass_fields(value)}
+    nested = (_unknown_fields(getattr(value, name), fields[name]) for name in own & fields.keys())
+    return set(fields).difference(own).union(*nested)
 
 
 def program_of(script: Sequence[str]) -> str:

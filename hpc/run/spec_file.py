@@ -49,15 +49,6 @@ class Program:
     preflight: "Program | None" = None
     """The program that checks nodes before this program first runs on them; None if this program checks them itself."""
 
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> "Program":
-        """Return the program with these fields. Raises LookupError, TypeError or ValueError if one is wrong."""
-        preflight = fields["preflight"]
-        parsed: dict[str, Any] = {name: tuple(fields[name]) for name in ("argv", "import_path", "preload")}
-        parsed["exit_codes"] = {int(code): Cause(cause) for code, cause in fields["exit_codes"].items()}
-        parsed["preflight"] = None if preflight is None else cls.from_json(preflight)
-        return cls(**{**fields, **parsed})
-
 
 LIBRARY_PATH = f"{{packages}}/{LIBRARY}"
 """The entry of a program's import path with `torchrelay` alone."""

@@ -11,6 +11,7 @@ from hpc.run.events.history import History
 from hpc.run.events.kinds import Submitted
 from hpc.run.rundir import RunDir
 from hpc.slurm import client as slurm
+from hpc.slurm import squeue
 from hpc.slurm.squeue import SlurmJob, jobs_by_script
 
 
@@ -46,7 +47,7 @@ def running_job(run: RunDir) -> SlurmJob:
     """Return the running job of a run. Raises UserError if the run has none."""
     if not run.script.exists():
         raise UserError(f"run {run.name} has no job: it runs on this machine (--cluster local)")
-    jobs = slurm.jobs()
+    jobs = squeue.jobs()
     running = [jobs[job_id] for job_id in slurm_jobs(run, jobs) if jobs[job_id].state is JobState.RUNNING]
     if not running:
         raise UserError(f"run {run.name} has no running job: hpc status {run.name} says why")
@@ -65,5 +66,5 @@ def jobs_by_run(runs: Sequence[RunDir], jobs: Mapping[str, SlurmJob]) -> dict[Pa
     """Return each run's jobs in the queue, by run directory, running jobs first. Includes jobs submitted by hand."""
     # A job in an unknown state may be alive.
     scripts = jobs_by_script(job for job in jobs.values() if job.state.alive or job.state is JobState.UNKNOWN)
-    found = {run.path: scripts.get(os.path.realpath(run.script), []) for run in runs}
-    return {path: sorted(own, key=lambda job: job.state is not JobState.RUNNING) for path, own in found.items()}
+    own = {run.path: scripts.get(os.path.realpath(run.script), []) for run in runs}
+    return {path: sorted(of_run, key=lambda job: job.state is not JobState.RUNNING) for path, of_run in own.items()}

@@ -69,19 +69,19 @@ def known(runs_dir: Path) -> Sequence[BadNode]:
 
     A run that has found several bad nodes is probably the cause itself, because its --setup or Python fails on each.
     """
-    found = list[BadNode]()
+    failures = list[BadNode]()
     for path in runs_dir.glob(f"{_prefix()}*.json"):
         with suppress(OSError):  # another process removes the file, or the storage fails: nobody needs to know
             if path.stat().st_uid != os.getuid():
                 continue
             bad = _read(path)
             if bad is not None and -_SKEW_SECONDS < bad.age_seconds < _SECONDS[bad.cause]:
-                found.append(bad)
+                failures.append(bad)
             else:
                 path.unlink()
-    times = Counter(bad.run for bad in found if bad.cause is Cause.BAD_NODE)
-    found = [bad for bad in found if bad.cause is Cause.NODE_FAILURE or times[bad.run] == 1]
-    newest = {bad.node: bad for bad in sorted(found, key=lambda bad: bad.time)}
+    times = Counter(bad.run for bad in failures if bad.cause is Cause.BAD_NODE)
+    failures = [bad for bad in failures if bad.cause is Cause.NODE_FAILURE or times[bad.run] == 1]
+    newest = {bad.node: bad for bad in sorted(failures, key=lambda bad: bad.time)}
     return sorted(newest.values(), key=lambda bad: -bad.time)
 
 

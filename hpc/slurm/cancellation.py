@@ -16,6 +16,7 @@ from hpc.run.events.ledger import EventWriter
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.slurm import client as slurm
+from hpc.slurm import squeue
 from hpc.slurm.alive import local_jobs, slurm_jobs
 from hpc.slurm.predecessors import recorded_outcome, redirect_waiting_jobs
 
@@ -63,11 +64,11 @@ def _is_final(run: RunDir) -> bool:
 def _end_jobs(run: RunDir) -> list[str]:
     """Cancel the run's jobs, including those submitted by hand. Return error messages."""
     try:
-        found = slurm_jobs(run, slurm.jobs())
+        job_ids = slurm_jobs(run, squeue.jobs())
     except TorchrelayError as error:
         return [f"its job may still run, because Slurm does not list the jobs: {error}"]
     problems = list[str]()
-    for job_id in found:
+    for job_id in job_ids:
         try:
             slurm.cancel(job_id)
         except TorchrelayError as error:

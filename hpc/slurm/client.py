@@ -1,7 +1,4 @@
-"""Runs Slurm's commands and parses their output. Runs on login and compute nodes.
-
-Works without Slurm's accounting, which only `final_states` needs.
-"""
+"""Runs Slurm's commands and parses their output. Runs on login and compute nodes."""
 
 import functools
 import os
@@ -14,9 +11,6 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 from hpc.base.errors import TorchrelayError
-from hpc.run.causes import JobState
-from hpc.slurm.sbatch_reply import replied_id
-from hpc.slurm.squeue import QUEUE_FORMAT, SlurmJob, job_state, jobs_by_script, parse_jobs
 
 # Without an answer from slurmctld, each of Slurm's commands retries for tens of seconds.
 _TIMEOUT_SECONDS = 30
@@ -48,17 +42,6 @@ _REFUSALS = (
 
 class SlurmRefusalError(TorchrelayError):
     """Slurm refuses a request for good, so a retry is useless."""
-
-
-class NotQueuedError(TorchrelayError):
-    """sbatch has queued no job."""
-
-    def __init__(self, done: "subprocess.CompletedProcess[str]") -> None:
-        self.printed = done.stderr
-        if done.returncode == 0:
-            printed = " ".join((done.stdout + done.stderr).split())
-            self.printed = f"error: sbatch ended with exit code 0, but has queued no job. It printed {printed!r}"
-        super().__init__(first_error(self.printed) or f"sbatch failed with exit code {done.returncode}")
 
 
 def adopt_environment(environment: MutableMapping[str, str]) -> None:
@@ -102,11 +85,12 @@ def run(*command: str, environment: Mapping[str, str] | None = None) -> str:
     """
     done = complete(*command, environment=environment)
     if done.returncode != 0:
-        raise _failure(first_error(done.stderr) or f"{command[0]} failed with exit code {done.returncode}")
+        raise failure(first_error(done.stderr) or f"{command[0]} failed with exit code {done.returncode}")
     return done.stdout
 
 
-def _failure(problem: str) -> TorchrelayError:
+def failure(problem: str) -> TorchrelayError:
+    """Return the error for a command's message: a SlurmRefusalError if a retry is useless."""
     return (SlurmRefusalError if any(words in problem for words in _REFUSALS) else TorchrelayError)(problem)
 
 
@@ -178,20 +162,6 @@ def why_unavailable() -> str | None:
     return None
 
 
-def jobs() -> dict[str, SlurmJob]:
-    """Return all jobs of the user in squeue, by id. Slurm remembers ended jobs for a while (MinJobAge)."""
-    # --all also shows jobs in partitions that are hidden, or that the user may no longer use.
-    return parse_jobs(run("squeue", "--me", "--all", "--states=all", "--noheader", f"--Format={QUEUE_FORMAT}"))
-
-
-def dependencies() -> dict[str, str]:
-    """Return the dependencies of the user's pending jobs, such as `afterok:12,afterany:13`, by job id."""
-    text = run("squeue", "--me", "--all", "--states=pending", "--noheader", "--format=%i|%E")
-    rows = (line.partition("|") for line in text.splitlines())
-    # squeue adds a state to each condition: afterok:12(unfulfilled).
-    return {job_id: re.sub(r"\(\w+\)", "", waits_for) for job_id, _, waits_for in rows if ":" in waits_for}
-
-
 def show_job(job_id: str) -> dict[str, str]:
     """Return the fields of `scontrol show job`; empty if Slurm has forgotten the job."""
     try:
@@ -207,12 +177,6 @@ def show_partition(name: str) -> dict[str, str]:
     return parse_fields(run("scontrol", "--oneliner", "show", "partition", name))
 
 
-def show_reservations() -> tuple[dict[str, str], ...]:
-    """Return the fields of `scontrol show reservation`, for each reservation that has not ended."""
-    records = parse_records(run("scontrol", "--oneliner", "show", "reservation"))
-    return tuple(fields for fields in records if {"ReservationName", "StartTime"} <= fields.keys())
-
-
 def grace_seconds(fields: Fields) -> int | None:
     """Return the seconds from SIGTERM to SIGKILL on preemption that a partition's fields set; None if they set none."""
     # If GraceTime is 0, the default, KillWait applies as for every ending job. The modes SUSPEND and OFF end no job.
@@ -226,113 +190,14 @@ def parse_fields(text: str) -> dict[str, str]:
     return {match[1]: match[2] for match in re.finditer(r"(\S+?)=(.*?)(?= \S+?=|\s*$)", text)}
 
 
-def final_states(job_ids: Sequence[str]) -> dict[str, JobState]:
-    """Return the states of jobs, by id, from Slurm's accounting, which may lack some of the jobs.
-
-    Raises TorchrelayError if the cluster has no accounting, or if the accounting does not answer.
-    """
-    options = ("--allocations", "--noheader", "--parsable2", "--format=JobIDRaw,State", f"--jobs={','.join(job_ids)}")
-    rows = (line.split("|") for line in run("sacct", *options).splitlines())
-    return {row[0]: job_state(row[1]) for row in rows if len(row) == 2}
-
-
 def release(job_id: str) -> None:
     """Release a held job."""
     run("scontrol", "release", job_id)
 
 
-def has_queue(partition: str | None) -> bool:
-    """Return whether jobs wait for nodes of a partition; None is any partition. Other users' jobs may be hidden."""
-    options = [f"--partition={partition}"] if partition else []
-    return not {"Resources", "Priority"}.isdisjoint(
-        run("squeue", *options, "--states=pending", "--noheader", "--format=%r").split()
-    )
-
-
-def submit(
-    script: Path, exclude: Sequence[str], given: Mapping[str, str] | None = None, dependency: str = "",
-    more: Sequence[str] = (),
-) -> str:  # fmt: skip
-    """Submit a script without a start delay, and return the job's id.
-
-    Args:
-        script: the script. Its #SBATCH options hold, except --begin, --dependency, and --exclude if `exclude` is given.
-        exclude: nodes to avoid, as names or lists (gpu[01-03]).
-        given: the environment variables of the job; by default those of this process.
-        dependency: Slurm's dependency (hpc.slurm.predecessors); empty if the job waits for nothing.
-        more: further options of sbatch.
-
-    Raises:
-        TorchrelayError: sbatch refused the script, or Slurm does not answer.
-    """
-    # --dependency overrides the user's --sbatch dependency=, for which the run's first job has already waited. If a job
-    # in the user's dependency has failed since, the new job would never start.
-    options = [
-        "--parsable",
-        "--begin=now",
-        f"--dependency={dependency}",
-        *requeue_options(),
-        *more,
-        *([f"--exclude={','.join(exclude)}"] if exclude else []),
-    ]
-    try:
-        return queue(script, options, given)
-    except NotQueuedError as error:
-        raise _failure(str(error)) from error
-
-
-def queue(script: Path, options: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
-    """Call sbatch with a script, and return the id of the job that it queues.
-
-    A site's sbatch may print anything beside the id, or no id, and may fail although it has queued the job. So the job
-    is the one that squeue lists for this script now, and did not list before. The reply counts only if squeue lists no
-    such job, for example because its answers are old.
-
-    Raises:
-        NotQueuedError: sbatch queued no job.
-        TorchrelayError: sbatch or squeue does not answer, so the job may be queued.
-    """
-    before, unlisted = _ids_of(script)
-    # The PATH of the given environment, which subprocess would search, may lack sbatch.
-    command = [shutil.which("sbatch") or "sbatch", *options, str(script)]
-    try:
-        done = complete(*command, environment=environment)
-        problem = first_error(done.stderr)
-    except TorchrelayError as error:
-        done, problem = None, str(error)
-    after, still_unlisted = _ids_of(script)
-    unlisted = unlisted or still_unlisted
-    new = [] if unlisted else [job_id for job_id in after if job_id not in before]
-    replied = replied_id(done.stdout) if done else None
-    if job_id := new[-1] if new and replied not in new else replied:
-        return job_id
-    if done is None or unlisted:
-        reasons = "; ".join(filter(None, [problem, unlisted]))
-        raise TorchrelayError(
-            f"sbatch failed ({reasons}), and squeue does not say whether the job is queued: when Slurm answers, type "
-            f"hpc cancel {script.parent}, or sbatch {script} if there is no such job"
-        )
-    raise NotQueuedError(done)
-
-
-def _ids_of(script: Path) -> tuple[list[str], str]:
-    """Return the ids of a script's jobs, oldest first, and why squeue does not answer; empty if it does."""
-    try:
-        listed = jobs_by_script(jobs().values()).get(os.path.realpath(script), [])
-    except TorchrelayError as error:
-        return [], str(error)
-    # Slurm keeps records of some refused jobs.
-    return [job.job_id for job in listed if (job.state, job.reason) != (JobState.FAILED, "BadConstraints")], ""
-
-
 def hostnames(nodes: str) -> list[str]:
     """Return the names in a list of nodes such as gpu[01-03]."""
     return run("scontrol", "show", "hostnames", nodes).split()
-
-
-def lacks_first_node(job: SlurmJob) -> bool:
-    """Return whether a running job has lost the node of its batch script. With --no-kill, it keeps its other nodes."""
-    return job.state is JobState.RUNNING and job.batch_host not in hostnames(job.nodes)
 
 
 def requeue(job_id: str) -> None:
@@ -359,15 +224,6 @@ def cancel(job_id: str) -> None:
             raise
 
 
-def requeue_options() -> list[str]:
-    """Return the sbatch option for requeues without a delay, if the cluster's Slurm (since 25.11) allows them."""
-    try:
-        # Where such requeues are not allowed, Slurm refuses a job with this option.
-        return ["--requeue=expedite"] if expedites_requeues(show_config()) else []
-    except TorchrelayError:
-        return []  # sbatch will say what is wrong
-
-
 def expedites_requeues(config: Fields) -> bool:
     """Return whether Slurm's configuration allows requeues without a delay."""
     return "enable_expedited_requeue" in config.get("SlurmctldParameters", "")
@@ -378,10 +234,10 @@ def requeue_delay_seconds(config: Fields) -> int:
 
     The delay is `requeue_delay` (since Slurm 25.11) or, if that is not set, the time for which credentials are valid.
     """
-    known = re.search(r"\brequeue_delay=(\d+)", config.get("SchedulerParameters", "")) or re.search(
+    delay = re.search(r"\brequeue_delay=(\d+)", config.get("SchedulerParameters", "")) or re.search(
         r"\bcred_expire=(\d+)", config.get("AuthInfo", "")
     )
-    return int(known[1]) if known else _CRED_EXPIRE_SECONDS
+    return int(delay[1]) if delay else _CRED_EXPIRE_SECONDS
 
 
 @functools.cache
@@ -402,10 +258,10 @@ def show_config() -> dict[str, str]:
 
 def parse_config(text: str) -> dict[str, str]:
     """Parse the lines `Name = value` of `scontrol show config`. If a name is repeated, its first value counts."""
-    found = dict[str, str]()
+    fields = dict[str, str]()
     for match in re.finditer(r"^(\S+) *= *(.*?) *$", text, re.MULTILINE):
-        found.setdefault(match[1], match[2])
-    return found
+        fields.setdefault(match[1], match[2])
+    return fields
 
 
 def parse_records(text: str) -> tuple[dict[str, str], ...]:

@@ -9,6 +9,7 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,9 @@ from hpc.run.events.kinds import Submitted
 from hpc.run.events.ledger import EventWriter
 from hpc.run.rundir import RunDir
 from hpc.run.spec import Resources, RunSpec
-from hpc.slurm import bad_nodes, handover, sinfo
-from hpc.slurm import client as slurm
+from hpc.slurm import bad_nodes, handover, sbatch_command, sinfo, squeue
 from hpc.slurm.predecessors import dependency
-from hpc.slurm.reservations import ShorterLimit, shorter_limit
-from hpc.slurm.sbatch_reply import StartEstimate, lacks_nodes, parse_estimate, refusal
+from hpc.slurm.sbatch_command import StartEstimate, lacks_nodes, parse_estimate, refusal
 from hpc.slurm.srun import own_pythonpath
 
 # The script's srun inherits these variables from the shell in which sbatch was typed. In another job's shell, they pin
@@ -89,9 +88,9 @@ def _whole_packages(run: RunDir) -> list[str]:
 
 
 def _unset(resources: Resources) -> str:
-    given = {option.partition("=")[0].replace("-", "_").upper() for option in resources.sbatch}
-    names = [*_BINDING, *([] if resources.num_gpus else ["GPUS_PER_NODE"])]
-    return shlex.join(["unset", *(f"SLURM_{name}" for name in names if name not in given)])
+    typed = {option.partition("=")[0].replace("-", "_").upper() for option in resources.sbatch}
+    names = [*_BINDING, *([] if resources.gpus_per_node.count else ["GPUS_PER_NODE"])]
+    return shlex.join(["unset", *(f"SLURM_{name}" for name in names if name not in typed)])
 
 
 def setup(run: RunDir, resources: Resources) -> list[str]:
@@ -130,31 +129,21 @@ class SlurmExecutor(SubmititSlurm):
         self.update_parameters(**sbatch_parameters(spec), setup=before, teardown=after)
 
     @cached_property
-    def shorter(self) -> ShorterLimit | None:
-        """The shorter time limit with which this job ends before a reservation; None if it needs none."""
-        return shorter_limit(self.spec)
-
-    @cached_property
     def excluded(self) -> list[str]:
         """The nodes that this job excludes: the user's --exclude, and nodes that have failed the user's other runs."""
         try:
             return handover.nodes_to_exclude(self.run, self.spec, History([]))
         except TorchrelayError:
-            return handover.given_nodes(self.spec)  # sbatch will say what is wrong
+            return handover.typed_exclude(self.spec)  # sbatch will say what is wrong
 
     @property
     def notes(self) -> list[str]:
         """What differs from the user's flags, for the user."""
-        more = set(self.excluded) - set(handover.given_nodes(self.spec))
+        more = set(self.excluded) - set(handover.typed_exclude(self.spec))
         # Usually there are none, and then the runs directory need not be searched again.
         avoided = [str(bad) for bad in bad_nodes.known(self.run.path.parent) if bad.node in more] if more else []
         remove = f"to use a node again, remove .bad-node.*.NODE.* in {self.run.path.parent}"
-        avoids = f"the job avoids {', '.join(avoided)}; {remove}"
-        return [*([str(self.shorter)] if self.shorter else []), *([avoids] if avoided else [])]
-
-    def _more_options(self) -> list[str]:
-        exclude = [f"--exclude={','.join(self.excluded)}"] if self.excluded else []
-        return [*(self.shorter.options if self.shorter else []), *exclude]
+        return [f"the job avoids {', '.join(avoided)}; {remove}"] if avoided else []
 
     def prepare(self, directory: RunDir) -> None:
         """Find the jobs to wait for, and write the job's files into `directory`, which still has a temporary name.
@@ -165,7 +154,7 @@ class SlurmExecutor(SubmititSlurm):
         """
         if self.spec.after or self.spec.after_ok:
             # The script does not name the dependency, because the run's later jobs use it with other dependencies.
-            self.waits_for = dependency(self.run, self.spec, slurm.jobs())
+            self.waits_for = dependency(self.run, self.spec, squeue.jobs())
         write_atomic(directory.environment, json.dumps(dict(os.environ)), mode=0o600)
         write_atomic(directory.script, self.script())
 
@@ -176,28 +165,12 @@ class SlurmExecutor(SubmititSlurm):
             UserError: sbatch refused the script.
             TorchrelayError: sbatch failed, and it is unknown whether the job is queued.
         """
+        options = [f"--dependency={self.waits_for}"] if self.waits_for else []
+        options += [] if self.spec.recovery.start_once else sbatch_command.requeue_options()
         try:
-            return self._queue()
-        except slurm.NotQueuedError as error:
-            raise UserError(f"sbatch refused the job: {refusal(error.printed, self.spec)}") from error
-
-    def _queue(self) -> str:
-        waits = [f"--dependency={self.waits_for}"] if self.waits_for else []
-        expedited = [] if self.spec.recovery.start_once else slurm.requeue_options()
-        try:
-            return slurm.queue(self.run.script, [*waits, *expedited, *self._more_options()])
-        except slurm.NotQueuedError as error:
-            if not self._excludes_less_after(error.printed):
-                raise
-            return self._queue()
-
-    def _excludes_less_after(self, sbatch_error: str) -> bool:
-        """Exclude only the user's --exclude if sbatch refuses the job for more. Returns whether that is so."""
-        given = handover.given_nodes(self.spec)
-        if self.excluded == given or not handover.leaves_too_few_nodes(sbatch_error):
-            return False
-        self.excluded = given
-        return True
+            return self._excluding(lambda exclude: sbatch_command.queue(self.run.script, [*options, *exclude]))
+        except sbatch_command.NotQueuedError as error:
+            raise self._refused(error) from error
 
     def estimate_start(self) -> StartEstimate | None:
         """Return when Slurm would start the job; None if too few nodes are in service now.
@@ -208,28 +181,41 @@ class SlurmExecutor(SubmititSlurm):
         # The nodes are counted before sbatch is asked: if nodes return to service in between, sbatch's refusal must not
         # be taken for the user's mistake.
         in_service = len(sinfo.responding_nodes(self.spec.resources.partition))
-        done = slurm.complete("sbatch", "--test-only", *self._more_options(), text=self.script())
-        if done.returncode != 0 and self._excludes_less_after(done.stderr):
-            return self.estimate_start()
-        # With --test-only, sbatch refuses a job that it would otherwise queue until enough nodes are back.
-        if done.returncode != 0 and not (lacks_nodes(done.stderr) and in_service < self.spec.job_nodes[0]):
-            raise UserError(f"sbatch refused the job: {refusal(done.stderr, self.spec)}")
-        return parse_estimate(done.stderr)
+        try:
+            return parse_estimate(self._excluding(lambda exclude: sbatch_command.test(self.script(), exclude)))
+        except sbatch_command.NotQueuedError as error:
+            # With --test-only, sbatch refuses a job that it would otherwise queue until enough nodes are back.
+            if lacks_nodes(error.printed) and in_service < self.spec.job_nodes.fewest:
+                return None
+            raise self._refused(error) from error
+
+    def _excluding(self, ask: Callable[[list[str]], str]) -> str:
+        """Call sbatch with the option that excludes `excluded`; if it refuses that, only the user's --exclude."""
+        try:
+            return ask(sbatch_command.exclude_option(self.excluded))
+        except sbatch_command.NotQueuedError as error:
+            typed = handover.typed_exclude(self.spec)
+            if self.excluded == typed or not handover.leaves_too_few_nodes(error.printed):
+                raise
+            self.excluded = typed
+            return ask(sbatch_command.exclude_option(typed))
+
+    def _refused(self, error: sbatch_command.NotQueuedError) -> UserError:
+        return UserError(f"sbatch refused the job: {refusal(error.printed, self.spec)}")
 
 
 def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:
     """Return submitit's parameters for the job of a run. Pure."""
     resources = spec.resources
-    minutes = resources.limit_minutes
-    given = (option.partition("=") for option in resources.sbatch)
-    extra: dict[str, Any] = {key: value if separator else True for key, separator, value in given}
+    options = (option.partition("=") for option in resources.sbatch)
+    extra: dict[str, Any] = {key: value if separator else True for key, separator, value in options}
     # With --requeue, Slurm requeues a job whose node died even if JobRequeue=0. A job that waits for other runs needs
     # it with --start-once, too: if it starts too early, it is requeued (jobs.deferral).
     starts_once = spec.recovery.start_once and not (spec.after or spec.after_ok)
     extra["no-requeue" if starts_once else "requeue"] = True
-    if resources.time_min is not None:
+    if spec.shortest_minutes is not None:
         extra["time-min"] = spec.shortest_minutes
-    fewest, most = spec.job_nodes
+    fewest, most = spec.job_nodes.fewest, spec.job_nodes.most
     if most != fewest:
         extra["nodes"] = f"{fewest}-{most}"
     if most > 1:
@@ -240,12 +226,12 @@ def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:
     survive = ["--no-kill", "--kill-on-bad-exit=0"] if most > 1 else ["--kill-on-bad-exit=1"]
     optional = {key: getattr(resources, key) for key in ("mem", "partition", "account", "qos", "constraint", "exclude")}
     return {
-        **{key: value for key, value in optional.items() if value is not None},
+        **{key: str(value) for key, value in optional.items() if value is not None},
         "job_name": spec.name,
-        "time": minutes,
+        "time": resources.time_limit.minutes,
         "nodes": fewest,
         # A cluster without GPUs refuses --gpus-per-node, even with 0.
-        "gpus_per_node": resources.gpus_per_node if resources.num_gpus else None,
+        "gpus_per_node": str(resources.gpus_per_node) if resources.gpus_per_node.count else None,
         "cpus_per_task": resources.cpus_per_node,
         "signal_delay_s": spec.stop_lead_seconds,
         "stderr_to_stdout": True,
@@ -268,21 +254,6 @@ def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:
     }
 
 
-class LocalExecutor(SubmititLocal):
-    """Starts the agents of a run on this machine, one task per simulated node."""
-
-    def __init__(self, run: RunDir, spec: RunSpec) -> None:
-        super().__init__(run.logs, agent_command(run))
-        nodes, minutes = spec.resources.max_nodes, spec.resources.limit_minutes
-        self.update_parameters(
-            tasks_per_node=nodes,
-            gpus_per_node=nodes * spec.resources.num_gpus,
-            timeout_min=minutes,
-            signal_delay_s=spec.stop_lead_seconds,
-            stderr_to_stdout=True,
-        )
-
-
 def start_local(run: RunDir) -> str:
     """Start a local run in a session of its own and return the job's id. Raises UserError if it does not start.
 
@@ -303,10 +274,22 @@ def start_local(run: RunDir) -> str:
 
 
 def main(argv: list[str]) -> None:
-    """Start submitit's controller and record its id. A separate process does this, because the user may kill `hpc`."""
+    """Start the agents, one task per simulated node, under submitit's controller, and record its id.
+
+    A separate process does this, because the user may kill `hpc`.
+    """
     run = RunDir(Path(argv[0]))
     spec = RunSpec.load(run)
-    job_id = LocalExecutor(run, spec).start()
+    nodes = spec.resources.nodes.most
+    executor = SubmititLocal(run.logs, agent_command(run))
+    executor.update_parameters(
+        tasks_per_node=nodes,
+        gpus_per_node=nodes * spec.resources.gpus_per_node.count,
+        timeout_min=spec.resources.time_limit.minutes,
+        signal_delay_s=spec.stop_lead_seconds,
+        stderr_to_stdout=True,
+    )
+    job_id = executor.start()
     submitted = Submitted(
         job_id=job_id,
         cluster=spec.cluster,

@@ -40,10 +40,9 @@ from hpc.run.events.kinds import (
 from hpc.run.events.ledger import record_once
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
-from hpc.slurm import bad_nodes, sinfo
+from hpc.slurm import bad_nodes, sbatch_command, sinfo, squeue
 from hpc.slurm import client as slurm
 from hpc.slurm.predecessors import dependency
-from hpc.slurm.reservations import shorter_limit
 from hpc.slurm.squeue import jobs_by_script
 
 # A failed node has probably been rebooted or repaired after this time.
@@ -196,7 +195,7 @@ def submit_next_job(run: RunDir, spec: RunSpec, excluded: Sequence[str], old: Co
         TorchrelayError: sbatch refused the job; or a run of --after-ok did not complete, or a run to wait for has no
             job.
     """
-    jobs = slurm.jobs()
+    jobs = squeue.jobs()
     for job in jobs_by_script(jobs.values()).get(os.path.realpath(run.script), []):
         if job.state in {JobState.PENDING, JobState.RUNNING} and job.job_id not in old:
             if job.state is JobState.PENDING:
@@ -205,15 +204,14 @@ def submit_next_job(run: RunDir, spec: RunSpec, excluded: Sequence[str], old: Co
                     slurm.update(job.job_id, ExcNodeList=",".join(excluded))
             return job.job_id
     environment = json.loads(run.environment.read_text()) if run.environment.exists() else None
-    waits_for, shorter = dependency(run, spec, jobs), shorter_limit(spec)
-    more = shorter.options if shorter else []
+    waits_for = dependency(run, spec, jobs)
     try:
-        return slurm.submit(run.script, excluded, environment, waits_for, more)
+        return sbatch_command.submit(run.script, excluded, environment, waits_for)
     except TorchrelayError as error:
-        given = given_nodes(spec)
-        if excluded == given or not leaves_too_few_nodes(str(error)):
+        typed = typed_exclude(spec)
+        if excluded == typed or not leaves_too_few_nodes(str(error)):
             raise
-        return slurm.submit(run.script, given, environment, waits_for, more)
+        return sbatch_command.submit(run.script, typed, environment, waits_for)
 
 
 def _failed_node(event: Event) -> str | None:
@@ -235,7 +233,7 @@ def leaves_too_few_nodes(sbatch_error: str) -> bool:
     return any(words in sbatch_error for words in _TOO_FEW_NODES)
 
 
-def given_nodes(spec: RunSpec) -> list[str]:
+def typed_exclude(spec: RunSpec) -> list[str]:
     """Return the nodes that the user excludes, as a list of Slurm's node lists."""
     return [spec.resources.exclude] if spec.resources.exclude else []
 
@@ -246,7 +244,7 @@ def nodes_to_exclude(run: RunDir, spec: RunSpec, history: History, failed: Seque
     Nodes of `failed` come first, and nodes that have failed the user's other runs last. Failed nodes are excluded only
     if the partition has enough other nodes for the job.
     """
-    given, now = given_nodes(spec), time.time()
+    typed, now = typed_exclude(spec), time.time()
     returned = {event.node: event.time for event in history.of(NodeReturned)}
     lost = [
         node
@@ -257,11 +255,11 @@ def nodes_to_exclude(run: RunDir, spec: RunSpec, history: History, failed: Seque
     others = (bad.node for bad in bad_nodes.known(run.path.parent) if bad.run != run.name)
     names = list(dict.fromkeys([*failed, *reversed(lost), *others]))  # newest first
     if not names:
-        return given
+        return typed
     # Slurm does not use nodes that it has marked down.
     usable = sinfo.usable_nodes(spec.resources.partition)
-    usable -= {name for nodes in given for name in slurm.hostnames(nodes)}
-    spare = max(0, len(usable) - spec.job_nodes[0])
+    usable -= {name for nodes in typed for name in slurm.hostnames(nodes)}
+    spare = max(0, len(usable) - spec.job_nodes.fewest)
     if len(usable.intersection(failed)) > spare:
-        return given  # the job needs some of `failed`, and nobody knows which of them work
-    return [*given, *[name for name in names if name in usable][:spare]]
+        return typed  # the job needs some of `failed`, and nobody knows which of them work
+    return [*typed, *[name for name in names if name in usable][:spare]]

@@ -19,6 +19,7 @@ from hpc.run.events.history import History, Outcome
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.slurm import client as slurm
+from hpc.slurm import squeue
 from hpc.slurm.squeue import SlurmJob, jobs_by_script
 
 # Slurm's reason for a job after `slurm.requeue_held`, even while its old processes still end. A job that its user holds
@@ -89,11 +90,12 @@ def dependency(run: RunDir, spec: RunSpec, jobs: Mapping[str, SlurmJob]) -> str:
     Raises:
         TorchrelayError: a run of --after-ok did not complete, or a run to wait for has no job.
     """
-    found = predecessors_of(run, spec, jobs)
-    for one in found:
-        if one.problem:
-            raise TorchrelayError(one.problem)
-    return ":".join(["afterany", *ids]) if (ids := [one.job_id for one in found if one.job_id]) else ""
+    predecessors = predecessors_of(run, spec, jobs)
+    for predecessor in predecessors:
+        if predecessor.problem:
+            raise TorchrelayError(predecessor.problem)
+    ids = [predecessor.job_id for predecessor in predecessors if predecessor.job_id]
+    return ":".join(["afterany", *ids]) if ids else ""
 
 
 def redirect_waiting_jobs(run: RunDir, replaced: tuple[str, str] | None = None) -> None:
@@ -107,11 +109,11 @@ def redirect_waiting_jobs(run: RunDir, replaced: tuple[str, str] | None = None) 
     """
     if replaced:
         old, new = replaced
-        for job_id, waits_for in slurm.dependencies().items():
+        for job_id, waits_for in squeue.dependencies().items():
             changed = re.sub(rf"(?<=:){old}(?!\d)", new, waits_for)
             if changed != waits_for:
                 slurm.update(job_id, Dependency=changed)
-    jobs = slurm.jobs()
+    jobs = squeue.jobs()
     for script, own in jobs_by_script(jobs.values()).items():
         waiting = RunDir(Path(script).parent)
         for job in own:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpc.base.errors import TorchrelayError, UserError
-from hpc.base.units import slurm_seconds
+from hpc.base.units import TimeLimit, slurm_seconds
 from hpc.slurm import client
 
 _UNUSABLE = ("down", "drain", "fail", "unknown", "inval", "maint")
@@ -20,9 +20,9 @@ class Partition:
     name: str
     default: bool
     up: bool
-    limit_minutes: int | None
-    default_minutes: int | None
-    """Time limit in minutes of a job that requests none; None if the partition has no default."""
+    limit: TimeLimit | None
+    default_limit: TimeLimit | None
+    """Time limit of a job that requests none; None if the partition has no default."""
     max_nodes_per_job: int | None
     nodes: int
     cpus: int
@@ -51,30 +51,33 @@ def partitions() -> list[Partition]:
 
 def parse_partitions(text: str) -> list[Partition]:
     """Parse `sinfo --format=%P|%a|%l|%L|%s|%D|%c|%G`."""
-    found = []
+    partitions = []
     for line in text.splitlines():
         name, avail, limit, default, job_size, nodes, cpus, gres = line.split("|")
-        seconds, default_seconds = slurm_seconds(limit), slurm_seconds(default)
         most = job_size.split("-")[-1]
         partition = Partition(
             name=name.rstrip("*"), default=name.endswith("*"), up=avail == "up",
-            limit_minutes=None if seconds is None else seconds // 60,
-            default_minutes=None if default_seconds is None else default_seconds // 60,
+            limit=_time_limit(limit), default_limit=_time_limit(default),
             max_nodes_per_job=int(most) if most.isdigit() else None,
             nodes=int(nodes),
             gpu_types=gpus_in(gres),
             cpus=int(re.match(r"\d+", cpus)[0]),  # type: ignore[index]  # sinfo prints a number, or `8+`
         )  # fmt: skip
-        found.append(partition)
-    return found
+        partitions.append(partition)
+    return partitions
+
+
+def _time_limit(text: str) -> TimeLimit | None:
+    seconds = slurm_seconds(text)
+    return TimeLimit(seconds) if seconds else None
 
 
 def gpus_in(gres: str) -> dict[str, int]:
     """Return the number of GPUs by type in a text such as `gpu:a100:4(S:0-1),nvme:1`. Untyped GPUs have the type ''."""
-    found = Counter[str]()
+    counts = Counter[str]()
     for gpu_type, count in re.findall(r"(?:^|,)gpu(?::([^:,()]+))?:(\d+)", gres):
-        found[gpu_type] += int(count)
-    return dict(found)
+        counts[gpu_type] += int(count)
+    return dict(counts)
 
 
 def usable_nodes(partition: str | None) -> set[str]:

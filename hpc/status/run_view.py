@@ -43,7 +43,7 @@ from hpc.run.spec import RunSpec
 from hpc.services.notification.notices import unsent_messages
 from hpc.services.tracking.sender import last_events
 from hpc.slurm import client as slurm
-from hpc.slurm import handover
+from hpc.slurm import handover, squeue
 from hpc.slurm.alive import jobs_by_run
 from hpc.slurm.predecessors import predecessors_of
 from hpc.slurm.squeue import SlurmJob, jobs_by_script
@@ -221,9 +221,9 @@ def _allocation(attempts: Sequence[Attempt], spec: RunSpec | None) -> dict[str, 
     """Return the partition and GPUs of the last attempt; before the first attempt, the most that the run asks for."""
     if spec is None:
         return dict.fromkeys(("partition", "gpus", "gpu_type"))
-    nodes = len(attempts[-1].nodes) if attempts else spec.job_nodes[1]
-    resources = spec.resources
-    return {"partition": resources.partition, "gpus": nodes * resources.num_gpus, "gpu_type": resources.gpu_type}
+    nodes = len(attempts[-1].nodes) if attempts else spec.job_nodes.most
+    resources, gpus = spec.resources, spec.resources.gpus_per_node
+    return {"partition": resources.partition, "gpus": nodes * gpus.count, "gpu_type": gpus.kind}
 
 
 def _time_spent(
@@ -243,8 +243,10 @@ def _time_spent(
     starts = history.of(TrainStarted)
     inherited = starts[0].train_seconds if starts else 0.0  # a fork inherits the seconds of its original
     hours = None
-    if spec is not None and spec.resources.num_gpus:
-        parts = gpu_hours(history, periods, spec.resources.num_gpus, records.train, steps_lost(interruptions))
+    if spec is not None and spec.resources.gpus_per_node.count:
+        parts = gpu_hours(
+            history, periods, spec.resources.gpus_per_node.count, records.train, steps_lost(interruptions)
+        )
         hours = {"allocated": sum(parts.values()), **dict.fromkeys(GPU_PARTS, 0.0), **parts}
     return {
         "elapsed_seconds": max(0.0, until - began),
@@ -452,7 +454,7 @@ class StatusCache:
         # A run without a script was not submitted to Slurm.
         if any(run.script.exists() for run in runs) and slurm.is_available():
             try:
-                self._jobs = slurm.jobs()
+                self._jobs = squeue.jobs()
             except TorchrelayError as error:
                 self.problem = f"Slurm does not answer, so this is what the run directories record: {error}"
         self._queried = time.monotonic()

@@ -95,7 +95,7 @@ def _data_line(spec: RunSpec) -> list[str]:
 def _first_line(new: NewRun) -> str:
     run, spec = new.run, new.spec
     # With --gpus-per-node 0 on Slurm, the user expects the CPU and needs no note.
-    on_cpu = spec.device != "cuda" and (spec.cluster == "local" or spec.resources.num_gpus > 0)
+    on_cpu = spec.device != "cuda" and (spec.cluster == "local" or spec.resources.gpus_per_node.count > 0)
     where = "; its ranks use the CPU" if on_cpu else ""
     if spec.cluster == "slurm":
         return f"submitted run {run.name} as job {new.job_id}{where}"

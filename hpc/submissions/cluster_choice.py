@@ -45,7 +45,7 @@ def choose_cluster(asked: ClusterFlag, resources: Resources, *, in_terminal: boo
 
 def slurm_only(resources: Resources) -> list[str]:
     """Return the given flags of `resources` that apply only to Slurm, each with its value."""
-    typed = [f"--gpus-per-node {resources.gpus_per_node}"] if resources.gpu_type else []
+    typed = [f"--gpus-per-node {resources.gpus_per_node}"] if resources.gpus_per_node.kind else []
     values = [(name, getattr(resources, name)) for name in _SLURM_ONLY]
     return typed + [
         f"--{name.replace('_', '-')} {value[0] if name == 'sbatch' else value}" for name, value in values if value

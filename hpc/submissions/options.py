@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal
 from hpc.base import program
 from hpc.base.errors import UserError
 from hpc.base.flags import REPEATABLE, Flag
+from hpc.base.units import Duration
 from hpc.commands import cli
-from hpc.run.spec import Network, Notification, Recovery, Resources, Service
+from hpc.run.spec import Network, Notification, Recovery, Resources, RunSpec, Service
 from hpc.submissions.cluster_choice import SLURM_FLAGS, ClusterFlag
 from hpc.submissions.sbatch import sbatch_advice, sbatch_variables
 from training.config import command_line
@@ -54,10 +55,10 @@ class RunFlags:
     With cuda, nodes on which torch cannot use the GPUs are avoided."""
     stage_dir: Path = Path("/tmp")  # noqa: S108 - node-local is what it is for; the directory below it is private
     """Directory on each node's own disk for the copy of the data. '$SLURM_TMPDIR' in quotes is expanded on the node."""
-    stage_keep: Annotated[str, Flag(metavar="TIME")] = "7d"
+    stage_keep: Annotated[Duration, Flag(metavar="TIME")] = RunSpec.stage_keep
     """Time to keep unused copies of data in --stage-dir: 0s, 12h, 30d.
     If the disk is full, the least recently used copies are removed earlier."""
-    stage_timeout: Annotated[str, Flag(metavar="TIME")] = "5m"
+    stage_timeout: Annotated[Duration, Flag(metavar="TIME")] = RunSpec.stage_timeout
     """Drop a node whose copy of the data makes no progress for this time, because its mount may hang: 90s, 10m."""
     stage_env: bool = False
     """Copy this Python environment to each node's own disk and start the ranks from there."""

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from hpc.base.errors import TorchrelayError, UserError, need_classifier
 from hpc.base.text import visible
-from hpc.base.units import duration_seconds
 from hpc.commands import cli
 from hpc.run.nodedir import check_stage_dir
 from hpc.run.rundir import RunDir, check_run_name
@@ -18,12 +17,10 @@ from hpc.run.spec import Cluster, RunSpec
 from hpc.run.spec_file import script_program
 from hpc.services.notification.recipients import with_known_names
 from hpc.services.tracking.submission import check_ready
-from hpc.slurm import client as slurm
-from hpc.slurm import sinfo
+from hpc.slurm import sinfo, squeue
 from hpc.slurm.predecessors import dependency
-from hpc.submissions import checks, data_checks
+from hpc.submissions import checks, data_checks, resolve
 from hpc.submissions.cluster_choice import choose_cluster, slurm_only
-from hpc.submissions.gpu_use import resolve_device
 from hpc.submissions.options import SubmitOptions, SubmitScript, SubmitTraining
 from hpc.submissions.user_code.code_notes import warnings_of_code
 from hpc.submissions.user_code.own_code import UserCode, code_in_place, find_code, own_environment
@@ -53,13 +50,13 @@ def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSp
     cluster = choose_cluster(options.cluster, options.resources, in_terminal=in_terminal)
     checks.check_setup(options.resources.setup, cluster)
     if cluster == "slurm":
-        resources = checks.resolve_resources(options.resources, sinfo.partitions(), options.recovery.spares)
+        resources = resolve.resolve_resources(options.resources, sinfo.partitions(), options.recovery.spares)
         checks.check_is_shared("--data", data)
         checks.check_is_shared("--weights", Path(train.weights) if train and train.weights else None)
     else:
-        resources = checks.local_resources(options.resources)
+        resources = resolve.local_resources(options.resources)
     if train:
-        check_world(train, resources.max_nodes * resources.ranks_per_node)
+        check_world(train, resources.nodes.most * resources.ranks_per_node)
     checks.check_runs_dir(options.runs_dir, on_cluster=cluster == "slurm")
     for flag, value in (("--container", options.container), ("--python", options.python)):
         user_environment.check_use(flag, value, trains=bool(train), stages=options.stage_env)
@@ -69,7 +66,7 @@ def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSp
     )
     # The torch of the user's own environment is unknown until the ranks run.
     build = None if python or image else user_environment.torch_build(None)
-    device = resolve_device(options.device, resources.num_gpus, cluster, build)
+    device = resolve.resolve_device(options.device, resources.gpus_per_node.count, cluster, build)
     kind = train.model if train else _name_of(script)
     runs_dir = options.runs_dir.expanduser().resolve()
     name = options.name or _free_name(runs_dir, kind)
@@ -91,8 +88,7 @@ def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSp
     checks.check_recovery(spec)
     for service in spec.tracker:
         check_ready(service)
-    duration_seconds("--stage-keep", spec.stage_keep)
-    if spec.stage_timeout_seconds < _MIN_STAGE_SECONDS:
+    if spec.stage_timeout.seconds < _MIN_STAGE_SECONDS:
         raise UserError(f"--stage-timeout is {spec.stage_timeout}: use {_MIN_STAGE_SECONDS}s or more")
     return run, spec
 
@@ -124,7 +120,7 @@ def _check_predecessors(run: RunDir, spec: RunSpec) -> None:
     if any(option.startswith("dependency=") for option in spec.resources.sbatch):
         raise UserError("--sbatch dependency= and --after are both given: use one of them")
     try:
-        dependency(run, spec, slurm.jobs())
+        dependency(run, spec, squeue.jobs())
     except TorchrelayError as error:
         raise UserError(f"run {run.name} would never begin: {error}") from error
 

@@ -34,12 +34,11 @@ from hpc.run.events.resumption import (
 from hpc.run.rundir import RunDir
 from hpc.run.spec import Network, Notification, Recovery, Resources, RunSpec, program_of
 from hpc.services.notification.recipients import with_known_names
-from hpc.slurm import client as slurm
-from hpc.slurm import handover, sinfo
+from hpc.slurm import handover, sinfo, squeue
 from hpc.slurm.alive import local_jobs, slurm_jobs
 from hpc.slurm.executor import SlurmExecutor, start_local
 from hpc.slurm.predecessors import redirect_waiting_jobs
-from hpc.submissions import checks
+from hpc.submissions import checks, resolve
 from hpc.submissions.new_run import preemption_grace
 from hpc.submissions.settings import adaptable_settings_of, plain, settings_of
 from hpc.submissions.user_code.package_copy import damaged_packages
@@ -151,7 +150,7 @@ def _wait_for_end(run: RunDir, spec: RunSpec, history: History) -> None:
 def _job_of(run: RunDir, spec: RunSpec) -> str | None:
     """Return words that name the run's job, running or queued, or its local process; None if there is none."""
     if spec.cluster == "slurm":
-        listed = slurm.jobs()
+        listed = squeue.jobs()
         found = [f"job {job_id}, which is {listed[job_id].state.lower()}" for job_id in slurm_jobs(run, listed)]
     else:
         found = [f"process {pid}" for pid in local_jobs(run)]
@@ -211,13 +210,13 @@ def _adjusted(run: RunDir, before: RunSpec, options: ResumeOptions, history: His
         return after
     checks.check_setup(after.resources.setup, after.cluster)
     if after.cluster == "slurm":
-        resources = checks.resolve_resources(after.resources, sinfo.partitions(), after.recovery.spares)
+        resources = resolve.resolve_resources(after.resources, sinfo.partitions(), after.recovery.spares)
     else:
-        resources = checks.local_resources(after.resources)
+        resources = resolve.local_resources(after.resources)
     after = dataclasses.replace(after, resources=resources)
     checks.check_recovery(after)
     if train:
-        check_world(train, resources.max_nodes * resources.ranks_per_node)
+        check_world(train, resources.nodes.most * resources.ranks_per_node)
     return after
 
 

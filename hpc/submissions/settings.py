@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc.base import program
+from hpc.base.units import Word
 from hpc.run.spec import RunSpec
 from hpc.submissions.options import SubmitOptions, SubmitTraining
 
@@ -34,7 +35,7 @@ def adaptable_settings_of(spec: RunSpec) -> dict[str, Any]:
 def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings in the types of JSON and YAML."""
     return {
-        name: str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
+        name: str(value) if isinstance(value, Path | Word) else list(value) if isinstance(value, tuple) else value
         for name, value in settings.items()
     }
 

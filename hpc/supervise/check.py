@@ -15,6 +15,7 @@ from hpc.base.errors import TorchrelayError, UserError
 from hpc.base.files import modified, storage_time
 from hpc.base.flags import Flag
 from hpc.base.text import visible
+from hpc.base.units import Duration
 from hpc.commands import cli
 from hpc.run.causes import JobState
 from hpc.run.events.kinds import Notified
@@ -23,7 +24,7 @@ from hpc.run.ownership import check_is_own
 from hpc.run.spec import RunSpec
 from hpc.services.notification.delivery import is_due, run_delivery
 from hpc.slurm import client as slurm
-from hpc.slurm import handover
+from hpc.slurm import handover, squeue
 from hpc.slurm.squeue import jobs_by_script
 from hpc.supervise.decide import STARTS, Action, Decision, decide
 from hpc.supervise.observe import ObservedRun, observe, with_final_states
@@ -43,7 +44,7 @@ class SuperviseOptions(cli.RunsOptions):
 
     once: bool = False
     """Check all runs once and exit: for cron."""
-    interval: Annotated[str, Flag(metavar="TIME")] = "10s"
+    interval: Annotated[Duration, Flag(metavar="TIME")] = Duration(10)
     """Time between two checks."""
     dry_run: bool = False
     """Print what hpc supervise would do with each run, and why, without doing it."""
@@ -89,7 +90,7 @@ def _decisions(options: SuperviseOptions) -> list[tuple[ObservedRun, Decision]]:
 
 def _observed(runs_dir: Path) -> list[ObservedRun]:
     """Return observations of this user's Slurm runs in a directory. Damaged runs and other users' runs are skipped."""
-    jobs = jobs_by_script(slurm.jobs().values())
+    jobs = jobs_by_script(squeue.jobs().values())
     storage_now = storage_time(runs_dir.expanduser())
     found = list[ObservedRun]()
     for run in cli.all_runs(runs_dir):
@@ -104,14 +105,14 @@ def _observed(runs_dir: Path) -> list[ObservedRun]:
     found = with_final_states(found)
     for number, one in enumerate(found):
         new = [job for job in one.known.running_jobs if not one.known.made_last_attempt(job)]
-        without_first_node = frozenset(job.job_id for job in new if slurm.lacks_first_node(job))
+        without_first_node = frozenset(job.job_id for job in new if squeue.lacks_first_node(job))
         if without_first_node:
             found[number] = replace(one, known=replace(one.known, without_first_node=without_first_node))
         excluded = _excluded(one)
         if not excluded or all(job.state is not JobState.PENDING for job in one.known.jobs):
             continue
         spec = RunSpec.load(one.run)
-        if list(excluded) != handover.given_nodes(spec):
+        if list(excluded) != handover.typed_exclude(spec):
             # If nodes have gone down since the submission, the pending job can exclude fewer nodes.
             excludable = handover.nodes_to_exclude(one.run, spec, one.history)
             found[number] = replace(one, known=replace(one.known, excluded=excluded, excludable=excludable))

@@ -12,8 +12,7 @@ from hpc.run.events.attempts import Attempt, budget_of, may_restart_after
 from hpc.run.events.history import History
 from hpc.run.events.kinds import Excluded, Released, Requeued, Resubmitted, Resumed, StartedNothing, Submitted
 from hpc.run.rundir import RunDir
-from hpc.slurm import client as slurm
-from hpc.slurm import handover
+from hpc.slurm import handover, squeue
 from hpc.slurm.squeue import SlurmJob
 
 
@@ -171,7 +170,7 @@ def with_final_states(found: list[ObservedRun]) -> list[ObservedRun]:
         if job_id and not one.known.over and all(job.job_id != job_id for job in one.known.jobs):
             unlisted[one.run] = job_id
     try:
-        states = slurm.final_states(list(unlisted.values())) if unlisted else {}
+        states = squeue.final_states(list(unlisted.values())) if unlisted else {}
     except TorchrelayError:
         return found  # the cluster has no accounting
     known = [states.get(unlisted.get(one.run, ""), one.known.last_job_state) for one in found]

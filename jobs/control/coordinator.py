@@ -160,7 +160,7 @@ class Coordinator:
         when it is needed.
         """
         directive, statuses = self._server.directive, self._server.statuses()
-        needed = directive.members[: self._node.spec.resources.max_nodes]
+        needed = directive.members[: self._node.spec.resources.nodes.most]
         if not directive.preflight or needed == directive.members or self._stop:
             return
         members = [statuses[node_rank] for node_rank in directive.members]
@@ -240,7 +240,7 @@ class Coordinator:
         """Have all ranks killed if some hang. torchrun restarts them, except on a node where they cannot be killed."""
         if self.lost.keys() & set(self._server.directive.members) or not self._all_heard():
             return  # the ranks wait for a node that is or may be dead
-        hang = find_hang(heartbeats, self._node.spec.recovery.hang_timeout)
+        hang = find_hang(heartbeats, self._node.spec.recovery.hang_timeout.typed)
         if hang is None or self._stop:
             return
         # A hang that began before the last interruption belongs to it: those ranks are being killed and restarted.
@@ -397,8 +397,8 @@ class Coordinator:
             return
         view = MembershipView(
             num_nodes=self._node.allocation.num_nodes,
-            min_nodes=self._node.spec.min_nodes,
-            max_nodes=self._node.spec.resources.max_nodes,
+            min_nodes=self._node.spec.fewest_to_continue,
+            max_nodes=self._node.spec.resources.nodes.most,
             statuses=statuses,
             excluded=frozenset({*self.lost, *self.bad_nodes}),
             awaited=self._awaited(),

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hpc.base.units import duration_seconds
+from hpc.base.units import Duration
 from jobs.control.messages import RankHeartbeat
 
 # While training, twenty steps without a sign of life are a hang; but slow storage may take a minute for one batch.
@@ -41,21 +41,24 @@ class Hang:
     """Ranks that wait in the kernel for a device or storage of their node."""
 
 
-def timeout_seconds(heartbeat: RankHeartbeat, setting: str) -> float:
-    """Return for how many seconds a rank may show no sign of life in its phase. `setting` is --hang-timeout."""
-    given = None if setting == "auto" else duration_seconds("--hang-timeout", setting)
+def timeout_seconds(heartbeat: RankHeartbeat, typed: Duration | None) -> float:
+    """Return for how many seconds a rank may show no sign of life in its phase.
+
+    `typed` is --hang-timeout; None for `auto`.
+    """
+    timeout = None if typed is None else typed.seconds
     steps = _HANG_STEPS * (heartbeat.step_seconds or 0.0)
     is_timed = heartbeat.phase in _TIMED_PHASES and heartbeat.step_seconds is not None
     if is_timed or heartbeat.state == _STOPPED:
-        return given or max(_HANG_MIN_SECONDS, steps)
-    if heartbeat.phase == UNWATCHED and given is None:
+        return timeout or max(_HANG_MIN_SECONDS, steps)
+    if heartbeat.phase == UNWATCHED and timeout is None:
         return math.inf
     if heartbeat.phase in {_SCRIPT_PHASE, COUNTED}:
-        return given or max(_OTHER_PHASES_SECONDS, steps)
-    return max(_OTHER_PHASES_SECONDS, given or 0)
+        return timeout or max(_OTHER_PHASES_SECONDS, steps)
+    return max(_OTHER_PHASES_SECONDS, timeout or 0)
 
 
-def find_hang(heartbeats: Mapping[int, RankHeartbeat], setting: str) -> Hang | None:
+def find_hang(heartbeats: Mapping[int, RankHeartbeat], typed: Duration | None) -> Hang | None:
     """Return the hang if every rank, or a stopped one, has exceeded its timeout; None if not.
 
     Ranks that wait in a step for a rank that saves do not hang. If a process is stopped, however, all others wait for
@@ -63,7 +66,7 @@ def find_hang(heartbeats: Mapping[int, RankHeartbeat], setting: str) -> Hang | N
     """
     # In many scripts only rank 0 writes heartbeats: then the others wait for it.
     heartbeats = {rank: each for rank, each in heartbeats.items() if each.phase not in _SILENT_PHASES} or heartbeats
-    late = [each for each in heartbeats.values() if each.still_seconds > timeout_seconds(each, setting)]
+    late = [each for each in heartbeats.values() if each.still_seconds > timeout_seconds(each, typed)]
     is_everybody = bool(late) and len(late) == len(heartbeats)
     if not is_everybody and all(each.state != _STOPPED for each in late):
         return None

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from hpc.base.errors import TorchrelayError
 from hpc.slurm import client as slurm
-from hpc.slurm import sinfo
+from hpc.slurm import sinfo, squeue
 from jobs.node_attempt import NodeAttempt, log
 
 # Below a minute: after a minute without a heartbeat of the first node's agent the supervisor continues the run, and the
@@ -43,14 +43,14 @@ class Patience:
         return self._known.get(names, LINK_SECONDS)
 
     def _ask(self, names: tuple[str, ...]) -> None:
-        resources, needed = self._node.spec.resources, self._node.spec.job_nodes[0]
+        resources, needed = self._node.spec.resources, self._node.spec.job_nodes.fewest
         try:
             dead = sinfo.dead_nodes(list(names))
             idle = sinfo.idle_nodes(resources.partition)
             idle -= {*names, *(slurm.hostnames(resources.exclude) if resources.exclude else ())}
             # The other nodes of this job become free when it ends, but other jobs in the queue may get them.
             with_own = idle.union(self._node.allocation.hostnames).difference(names)
-            can_start = len(idle) >= needed or (len(with_own) >= needed and not slurm.has_queue(resources.partition))
+            can_start = len(idle) >= needed or (len(with_own) >= needed and not squeue.has_queue(resources.partition))
         except TorchrelayError as error:
             log(f"Slurm does not report the state of {', '.join(names)}: {error}")
             return

@@ -118,7 +118,7 @@ class _NextTorchrun:
     ) -> None:
         self._node, self._monitor, self._stop, self._setup = node, monitor, stop, setup
         self._is_certain = directive.preflight
-        may_lose_nodes = node.allocation.num_nodes > node.spec.min_nodes and not node.attempt.start_once
+        may_lose_nodes = node.allocation.num_nodes > node.spec.fewest_to_continue and not node.attempt.start_once
         self._is_due, self._waits = self._is_certain or may_lose_nodes, False
         self._next = time.monotonic() + (0.0 if self._is_certain else _SETTLED_SECONDS)
 
@@ -236,7 +236,7 @@ def _command(
         node=directive.members.index(allocation.node_rank), ports=spec.network.ports,
     )  # fmt: skip
     interface, base = spec.network.interface, _base_environment(spec, python)
-    environment = rank_environment(base, allocation, resources.num_gpus, address, setup.threads, interface)
+    environment = rank_environment(base, allocation, resources.gpus_per_node.count, address, setup.threads, interface)
     environment |= RANK_VARIABLES[spec.device]
     environment |= _rank_variables(node, setup.data, node_dir)
     if node.on_slurm:

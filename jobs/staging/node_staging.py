@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 
 from hpc.base.errors import TorchrelayError
-from hpc.base.units import duration_seconds
 from hpc.run.events.kinds import DataStaged, Packed, Staging
 from jobs.control.channel import ControlChannel, ControlServer
 from jobs.control.messages import OVER
@@ -158,7 +157,7 @@ class NodeStaging:
         store, size = open_store(self.node.stage_dir), self.node.spec.pack
         version = copy.relative_to(store.root).parts[0]
         store.entry(version).distrust()
-        with Stager(self.node.stage_dir, timeout_seconds=self.node.spec.stage_timeout_seconds) as stager:
+        with Stager(self.node.stage_dir, timeout_seconds=self.node.spec.stage_timeout.seconds) as stager:
             damaged = stager.stage(source).repaired
         if size is None:
             return damaged
@@ -183,8 +182,8 @@ class NodeStaging:
             node.stage_dir,
             group=group,
             watch=self.watch(source),
-            keep_seconds=duration_seconds("--stage-keep", node.spec.stage_keep),
-            timeout_seconds=node.spec.stage_timeout_seconds,
+            keep_seconds=node.spec.stage_keep.seconds,
+            timeout_seconds=node.spec.stage_timeout.seconds,
         )
         self._resources.enter_context(stager)
         self.monitor.callbacks.append(stager.check)

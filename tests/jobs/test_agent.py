@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 from support.cluster import ROOT, need
-from support.events import recorded_run, records_in
+from support.events import recorded_run, records_in, resources_of
 
 from hpc.base.errors import TorchrelayError
 from hpc.run.events import ledger
@@ -18,7 +18,6 @@ from hpc.run.events.attempts import attempts_of
 from hpc.run.events.history import History
 from hpc.run.events.kinds import NodeLost
 from hpc.run.rundir import RunDir
-from hpc.run.spec import Resources
 from jobs.agent import threads_per_rank
 from jobs.node_attempt import NodeAllocation
 from jobs.ranks.round import rank_environment
@@ -171,7 +170,7 @@ def test_agent_that_fails_after_its_claim_ends_the_attempt_and_has_the_run_conti
 
 def test_agent_of_another_node_that_fails_marks_its_node_as_bad(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LOCAL_JOB, "SUBMITIT_LOCAL_NTASKS", "2")
-    run = recorded_run(shared / "r", cluster="local", resources=Resources(nodes="2"))
+    run = recorded_run(shared / "r", cluster="local", resources=resources_of(nodes="2"))
     with start_agent(run) as head, start_agent(run, mounts=NO_MEMORY, rank=1) as other:
         output, _ = head.communicate(timeout=120)
         other.communicate(timeout=120)
@@ -186,7 +185,7 @@ def test_defect_in_the_control_channel_ends_its_agent_with_a_traceback_and_the_a
     shared: Path, monkeypatch: pytest.MonkeyPatch, broken_rank: int
 ) -> None:
     monkeypatch.setitem(LOCAL_JOB, "SUBMITIT_LOCAL_NTASKS", "2")
-    run = recorded_run(shared / "r", cluster="local", resources=Resources(nodes="2"))
+    run = recorded_run(shared / "r", cluster="local", resources=resources_of(nodes="2"))
     codes = ["", ""]
     codes[broken_rank] = DEFECT_IN_THE_CHANNEL
     with start_agent(run, code=codes[0]) as head, start_agent(run, code=codes[1], rank=1) as other:

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 from support.cluster import Command, fill, mounted_volume
-from support.events import claimed, joined, recorded, recorded_run, records_in, write_events
+from support.events import claimed, joined, recorded, recorded_run, records_in, resources_of, write_events
 
 from hpc.base.errors import EXIT_NO_SPACE
 from hpc.run.events import ledger
 from hpc.run.events.attempts import attempts_of
 from hpc.run.events.kinds import AttemptEnded, Joined, NodeLost, Resubmitted
 from hpc.run.nodedir import NodeDir
-from hpc.run.spec import Recovery, Resources, RunSpec
+from hpc.run.spec import Recovery, RunSpec
 from hpc.slurm import handover
 from jobs import ending, last_resort, node_attempt
 from jobs.claim import claim_next, event_file
@@ -55,7 +55,7 @@ def test_agent_that_is_cut_off_leaves() -> None:
 @pytest.fixture
 def survivor(tmp_path: Path, slurm_command: Command, monkeypatch: pytest.MonkeyPatch) -> NodeAttempt:
     """The only agent that is left of two; the first node's has sent no heartbeat for minutes."""
-    run = recorded_run(tmp_path / "r", resources=Resources(nodes="2"))
+    run = recorded_run(tmp_path / "r", resources=resources_of(nodes="2"))
     write_events(run, claimed(nodes=("gpu01", "gpu02")), file="attempt-001-node-00.jsonl")
     run.script.touch()
     run.alive.touch()

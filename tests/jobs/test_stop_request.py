@@ -3,10 +3,9 @@
 import signal
 
 import pytest
-from support.events import script_spec, submitted
+from support.events import recovery_of, script_spec, submitted
 
 from hpc.run.events.history import History
-from hpc.run.spec import Recovery
 from jobs.stop_request import StopRequest
 
 USR2, TERM = signal.SIGUSR2, signal.SIGTERM
@@ -21,5 +20,5 @@ def test_sigterm_says_that_sigkill_follows(received: list[signal.Signals], first
     stop = StopRequest()
     for number in received:
         stop.handle(number, None)
-    spec = script_spec(recovery=Recovery(signal_before="5m"))
+    spec = script_spec(recovery=recovery_of(signal_before="5m"))
     assert (stop.name, stop.save_timeout_seconds(spec, History([submitted(1.0, grace_seconds=20)]))) == (first, seconds)

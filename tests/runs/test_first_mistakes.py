@@ -1,6 +1,6 @@
 """What one types wrong in the first ten minutes, each answered in one line that says what to type.
 
-An old Python is in tests/hpc/test_main.py, a torch without CUDA in tests/hpc/submissions/test_gpu_use.py.
+An old Python is in tests/hpc/test_main.py, a torch without CUDA in tests/hpc/submissions/test_resolve.py.
 """
 
 import re

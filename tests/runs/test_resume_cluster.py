@@ -31,7 +31,7 @@ def test_time_limit_is_that_of_the_new_partition_unless_it_was_typed(ordinary_us
     run = cancelled(ordinary_user, "default")
     assert resumed(run) == {"partition": "gpu", "limit": "1:00:00"}
     found = resumed(run, "--partition=urgent")
-    assert found == {"partition": "urgent", "limit": "30:00", "--partition": "urgent", "--time": "00:30:00"}
+    assert found == {"partition": "urgent", "limit": "30:00", "--partition": "urgent", "--time": "30m"}
     assert resumed(run, "--cpus-per-gpu=2")["limit"] == "30:00", "as before"
     assert resumed(run, "--partition=gpu")["limit"] == "1:00:00"
     assert resumed(run, "--time=2h")["limit"] == "2:00:00"
@@ -42,6 +42,6 @@ def test_time_limit_is_that_of_the_new_partition_unless_it_was_typed(ordinary_us
 def test_typed_time_limit_that_the_new_partition_does_not_allow_is_refused(ordinary_user: Site) -> None:
     run = cancelled(ordinary_user, "typed", "--time=5h")
     says = refused(ordinary_user, "resume", "typed", "--partition=urgent")
-    assert "--time is 05:00:00, but partition urgent allows 04:00:00" in says
+    assert "--time is 5h, but partition urgent allows 4h" in says
     found = resumed(run, "--partition=urgent", "--time=3h")
     assert (found["partition"], found["limit"]) == ("urgent", "3:00:00")

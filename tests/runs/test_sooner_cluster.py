@@ -1,13 +1,9 @@
 """Runs that start before other jobs, or before a maintenance, because their time limit may be shortened."""
 
-import json
-from pathlib import Path
-
 import pytest
 from support.cluster import SLOW_STEPS, VERY_FEW_EPOCHS, Run, Site
 
 from hpc.base.units import slurm_seconds
-from hpc.run.rundir import RunDir
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 HOUR = ("--data=data", "--nodes=1", "--time=1h", *VERY_FEW_EPOCHS)
@@ -46,16 +42,16 @@ def test_run_starts_before_a_maintenance(site: Site) -> None:
     at = ("starttime=now+20minutes", "duration=60", "flags=maint,ignore_jobs", "nodes=ALL", "users=root")
     site.slurm("scontrol", "create", "reservation", "reservationname=works", *at)
     try:
-        done = site.hpc("submit", "--json", *HOUR, **SLOW_STEPS)
-        assert "reservation works begins at" in done.stderr
-        assert "instead of 01:00:00" in done.stderr
-        answer = json.loads(done.stdout)
-        run = Run(site, RunDir(Path(answer["run_dir"])), answer["job_id"])
+        waits = site.submit(*HOUR, "--name=waits", **SLOW_STEPS)
+        run = site.submit(*HOUR, "--name=sooner", "--time-min=auto", **SLOW_STEPS)
         run.wait_for_more_steps()
-        assert 10 < limit_minutes(run) < 20
+        assert 10 <= limit_minutes(run) < 20
+        assert waits.queue("%T") == "PENDING"
+        assert "a maintenance begins before its time limit" in site.hpc("status", "waits").stdout
         stop(run)
         run.wait_for_more_steps(2)
-        assert 10 < limit_minutes(run) < 20
+        assert 10 <= limit_minutes(run) < 20
         run.wait_for_state("completed")
+        waits.cancel()
     finally:
         site.slurm("scontrol", "delete", "reservation=works")

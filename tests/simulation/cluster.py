@@ -35,7 +35,7 @@ from hpc.run.rundir import RunDir
 from hpc.run.spec import Recovery, Resources, RunSpec
 from hpc.run.spec_file import Program
 from hpc.services.notification import delivery
-from hpc.slurm import client
+from hpc.slurm import sbatch_command, squeue
 from jobs.control.messages import Directive
 from jobs.node_attempt import NodeAllocation, NodeAttempt
 from simulation.network import Network, SimulatedServer
@@ -116,7 +116,7 @@ class Cluster(World):
     def submit(self, run: RunDir) -> int:
         """Submit the first job of a run; if Slurm does not accept it, a person types `hpc submit` again."""
         try:
-            job_id = self.slurm.run("sbatch", *client.requeue_options(), str(run.script)).strip()
+            job_id = self.slurm.run("sbatch", *sbatch_command.requeue_options(), str(run.script)).strip()
         except TorchrelayError as error:
             self.tell(f"hpc submit: {error}")
             self.wait(5.0)
@@ -138,7 +138,7 @@ class Cluster(World):
 
         while not any(job.script == str(run.script) for job in self.slurm.jobs.values()):
             try:
-                job_id = client.submit(run.script, (), {}, dependency(run, RunSpec.load(run), client.jobs()))
+                job_id = sbatch_command.submit(run.script, (), {}, dependency(run, RunSpec.load(run), squeue.jobs()))
                 EventWriter(run.events / "submit.jsonl").append(Submitted(job_id=job_id, cluster="slurm"))
             except (TorchrelayError, OSError) as error:
                 self.tell(f"hpc submit --after: {error}")
@@ -190,7 +190,8 @@ class Cluster(World):
 
     def _shape(self, script: str) -> tuple[tuple[int, int], float, float]:
         spec = RunSpec.load(RunDir(SimulatedPath(script).parent))
-        return spec.job_nodes, 60.0 * spec.resources.limit_minutes, float(spec.stop_lead_seconds)
+        nodes = spec.job_nodes
+        return (nodes.fewest, nodes.most), float(spec.resources.time_limit.seconds), float(spec.stop_lead_seconds)
 
     def _launch(self, job: Job) -> Process:
         return self.start(job.batch_host, f"script of job {job.id}", lambda: self._script(job))

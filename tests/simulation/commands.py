@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hpc.base.errors import TorchrelayError
 from hpc.slurm import client as slurm
+from hpc.slurm import sbatch_command, squeue
 
 _PATIENCE_SECONDS, _POLL_SECONDS = 90.0, 0.5
 Observation = tuple[str, str, int]
@@ -21,7 +22,7 @@ def observe(script: Path, sleep: Callable[[float], None], now: Callable[[], floa
     def note(what: str, job_id: str, *wanted: str) -> None:
         """Wait until the job is in one of some states."""
         deadline = now() + _PATIENCE_SECONDS
-        while (job := slurm.jobs()[job_id]).state.value not in wanted and now() < deadline:
+        while (job := squeue.jobs()[job_id]).state.value not in wanted and now() < deadline:
             sleep(_POLL_SECONDS)
         held = ", held" if "held" in job.reason else ""
         found.append((what, f"{job.state.value}{held}", job.restarts))
@@ -34,7 +35,7 @@ def observe(script: Path, sleep: Callable[[float], None], now: Callable[[], floa
         else:
             found.append((what, "accepted", 0))
 
-    one = slurm.submit(script, [])
+    one = sbatch_command.submit(script, [])
     note("submit", one, "RUNNING")
     refused("start time of a running job", lambda: slurm.update(one, StartTime="now+2"))
     slurm.requeue(one)
@@ -47,7 +48,7 @@ def observe(script: Path, sleep: Callable[[float], None], now: Callable[[], floa
     slurm.release(one)
     slurm.update(one, StartTime="now+1")
     note("release it", one, "RUNNING")
-    two = slurm.submit(script, [], dependency=f"afterany:{one}")
+    two = sbatch_command.submit(script, [], dependency=f"afterany:{one}")
     note("submit a job that waits", two, "PENDING")
     refused("excluded nodes of a pending job", lambda: slurm.update(two, ExcNodeList="gpu01"))
     slurm.cancel(one)

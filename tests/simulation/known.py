@@ -3,7 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from hpc.run.spec import Recovery, Resources
+from support.events import recovery_of, resources_of
+
 from simulation.ranks import Training
 from simulation.schedule import Fault, Plan
 from simulation.slurm import Configuration
@@ -17,7 +18,7 @@ _STARTS, _TRAINS, _DONE = "job 1 starts", "the ranks of attempt 1, round 1, begi
 def _plan(*faults: Fault, nodes: str = "2", time: str = "600m", configuration: Any = None, **plan: Any) -> Plan:
     usual = Plan(
         seed=1, configuration=replace(_CLUSTER, **(configuration or {})), training=_TRAINING,
-        resources=Resources(nodes=nodes, partition="gpu", time=time), recovery=Recovery(hang_timeout="10s"),
+        resources=resources_of(nodes=nodes, partition="gpu", time=time), recovery=recovery_of(hang_timeout="10s"),
         is_script=True, has_supervisor=False, faults=faults, is_helped=False,
     )  # fmt: skip
     return replace(usual, **plan)
@@ -186,7 +187,7 @@ KNOWN = {
         Fault(at=5.0, after=_TRAINS, kind="controller-away", seconds=80.0),
         Fault(at=10.0, after=_TRAINS, kind="signal"),
         _kill_host(5.0, "attempt 1 ended", "gpu02"), configuration={"slurmd_timeout": 300.0},
-        recovery=Recovery(hang_timeout="10s", continue_with="requeue"),
+        recovery=recovery_of(hang_timeout="10s", continue_with="requeue"),
     ),
     # --- found before ---
     "all agents are killed": _plan(Fault(at=20.0, kind="kill-agent", host="gpu01"), nodes="1"),
@@ -203,7 +204,7 @@ KNOWN = {
     ),
     "the first node is cut off": _plan(
         Fault(at=10.0, after=_TRAINS, kind="isolate", host="gpu01", seconds=150.0), nodes="2:3",
-        training=replace(_TRAINING, total_steps=200), recovery=Recovery(hang_timeout="10s", elastic=True),
+        training=replace(_TRAINING, total_steps=200), recovery=recovery_of(hang_timeout="10s", elastic=True),
     ),
     "a first node that is cut off trains alone": _plan(
         Fault(at=10.0, after=_TRAINS, kind="isolate", host="gpu01", seconds=150.0), nodes="1:3",
@@ -245,7 +246,7 @@ KNOWN = {
     ),
     "a run is cancelled while its job waits": _plan(
         Fault(at=10.0, after=_TRAINS, kind="preempt"), Fault(at=15.0, after="is preempted", kind="cancel"),
-        has_supervisor=True, recovery=Recovery(hang_timeout="10s", continue_with="requeue"), attempts=1,
+        has_supervisor=True, recovery=recovery_of(hang_timeout="10s", continue_with="requeue"), attempts=1,
     ),
     "a run is cancelled while Slurm is away": _plan(
         Fault(at=9.0, after=_TRAINS, kind="controller-away", seconds=60.0),

@@ -8,8 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
+from support.events import recovery_of, resources_of
+
 from hpc.base.errors import TorchrelayError
 from hpc.base.files import DEV_SHM
+from hpc.base.units import NodeRange
 from hpc.run.events.history import History
 from hpc.run.events.kinds import AttemptEnded, Interrupted, Notifying
 from hpc.run.rundir import RunDir
@@ -145,8 +148,8 @@ def plan_of(seed: int) -> Plan:
         seed=seed, configuration=configuration, training=training,
         # A job that has started too early must be requeued.
         next_run=Random(f"next {seed}").choice((*[""] * 8, "after", "after_ok")) if configuration.may_requeue else "",
-        resources=Resources(nodes=nodes, gpus_per_node="1", partition="gpu", time=limit),
-        recovery=Recovery(elastic=elastic, spares=spares, hang_timeout=random.choice(("10s", "30s"))),
+        resources=resources_of(nodes=nodes, gpus_per_node="1", partition="gpu", time=limit),
+        recovery=recovery_of(elastic=elastic, spares=spares, hang_timeout=random.choice(("10s", "30s"))),
         is_script=random.random() < 0.4, has_supervisor=random.random() < 0.5,
         faults=_faults(random, hosts),
         notifies=messages.random() < 0.3, nodes_have_internet=messages.random() < 0.5,
@@ -191,7 +194,7 @@ class Schedule:
         if plan.next_run:
             waits = {plan.next_run: (str(self.run_dir.path),)}
             self.next_dir = self.cluster.make_run(
-                NEXT, replace(plan.resources, nodes="1"), Recovery(hang_timeout="10s"), script=True, **waits
+                NEXT, replace(plan.resources, nodes=NodeRange(1)), recovery_of(hang_timeout="10s"), script=True, **waits
             )
         self._cancelled_at: float | None = None
         self._resumed_at = -1.0
@@ -299,7 +302,7 @@ class Schedule:
     def _lacks_nodes(self) -> bool:
         """Return whether too few nodes are left for the run."""
         alive = set(self.plan.configuration.nodes) - set(self.cluster.slurm.dead) - self.cluster.broken
-        return len(alive) < self.plan.resources.min_nodes + self.plan.recovery.spares
+        return len(alive) < self.plan.resources.nodes.fewest + self.plan.recovery.spares
 
     def _is_over(self) -> bool:
         jobs = self._jobs()

@@ -363,7 +363,6 @@ class Slurm:
             ("scontrol", "show", "config"): self._config,
             ("scontrol", "--oneliner", "show", "job"): lambda job_id: self._show(self._job(job_id)),
             ("scontrol", "--oneliner", "show", "partition"): self._partition,
-            ("scontrol", "--oneliner", "show", "reservation"): lambda: "No reservations in the system\n",
             ("scontrol", "requeue"): lambda job_id: self._requeue(self._job(job_id), hold=False),
             ("scontrol", "requeuehold"): lambda job_id: self._requeue(self._job(job_id), hold=True),
             ("scontrol", "release"): lambda job_id: setattr(self._job(job_id), "held", False),

@@ -12,7 +12,7 @@ from hpc.run.events.attempts import attempts_of
 from hpc.run.events.kinds import AttemptEnded, Event
 from hpc.run.nodedir import NodeDir
 from hpc.run.rundir import RunDir
-from hpc.run.spec import Resources, RunSpec
+from hpc.run.spec import RunSpec
 from jobs import ending
 from jobs.claim import event_file
 from jobs.control.coordinator import Coordinator, Failure
@@ -20,7 +20,7 @@ from jobs.control.messages import Phase
 from jobs.node_attempt import NodeAllocation, NodeAttempt
 from jobs.stop_request import StopRequest
 from support.cluster import Command
-from support.events import claimed, of_training, record_of, script_spec, write_events
+from support.events import claimed, of_training, record_of, resources_of, script_spec, write_events
 from support.reported_nodes import ReportedNodes
 from training.config.train_config import TrainConfig
 
@@ -65,7 +65,7 @@ class EndedAttempt:
     """An attempt on three nodes that has just ended, as its first node's agent sees it."""
 
     def __init__(self, path: Path, *events: Event, local: bool = False, node_rank: int = 0, **spec: Any) -> None:
-        settings = {"resources": Resources(nodes="2:3"), **spec}
+        settings = {"resources": resources_of(nodes="2:3"), **spec}
         cluster = "local" if local else "slurm"
         self.run = RunDir(path / "r")
         write_events(self.run, claimed(time.time() - 900, nodes=HOSTS), *events, file="attempt-001-node-00.jsonl")

@@ -12,11 +12,12 @@ from typing import Any
 
 import msgspec
 
+from hpc.base import program
 from hpc.base.files import append_line, json_line
 from hpc.run.events import ledger
 from hpc.run.events.kinds import Event
 from hpc.run.rundir import RunDir
-from hpc.run.spec import Resources, RunSpec
+from hpc.run.spec import Recovery, Resources, RunSpec
 from hpc.run.spec_file import script_program
 from jobs.node_attempt import NodeAttempt
 from training.config.train_config import TrainConfig
@@ -205,6 +206,16 @@ def script_spec(*script: str, **settings: Any) -> RunSpec:
     """Return the spec of a user's script on a cluster, with these settings."""
     usual = {"name": "r", "cluster": "slurm", "data": None, "stage_dir": "/tmp", "resources": Resources()}
     return RunSpec(**{**usual, "program": script_program(script or ("a.py",)), **settings})
+
+
+def resources_of(**typed: Any) -> Resources:
+    """Return the resources of these flags, with values as a user types them."""
+    return program.build(Resources, {name.replace("_", "-"): value for name, value in typed.items()})
+
+
+def recovery_of(**typed: Any) -> Recovery:
+    """Return the recovery of these flags, with values as a user types them."""
+    return program.build(Recovery, {name.replace("_", "-"): value for name, value in typed.items()})
 
 
 def of_training(train: TrainConfig, **more: Any) -> dict[str, Any]:

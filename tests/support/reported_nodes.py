@@ -7,13 +7,12 @@ from typing import Any, cast
 import pytest
 
 from hpc.run.events.ledger import Event
-from hpc.run.spec import Recovery, Resources
 from jobs.control import channel, coordinator, rank_health, rank_starts, root_failure, silent_nodes
 from jobs.control.coordinator import Coordinator
 from jobs.control.messages import Directive, NodeStatus, Phase, RankFailure, RankHeartbeat, RankStart
 from jobs.node_attempt import NodeAttempt
 from jobs.stop_request import StopRequest
-from support.events import claimed, of_training, record_of, write_events
+from support.events import claimed, of_training, record_of, recovery_of, resources_of, write_events
 from training.config.train_config import TrainConfig
 
 HOSTS = ("gpu01", "gpu02", "gpu03")
@@ -88,8 +87,8 @@ class CoordinatedAttempt:
     ) -> None:
         usual = {
             **of_training(TrainConfig(data="x")),
-            "resources": Resources(nodes="2:3"),
-            "recovery": Recovery(hang_timeout="60s"),
+            "resources": resources_of(nodes="2:3"),
+            "recovery": recovery_of(hang_timeout="60s"),
         }
         self.clock, self.nodes, self.stop = clock, ReportedNodes(len(hosts)), StopRequest()
         write_events(node.run, claimed(clock.now - 900, nodes=hosts), *events, file="attempt-001-node-00.jsonl")

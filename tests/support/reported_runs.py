@@ -14,7 +14,7 @@ from PIL import Image
 from hpc.base.files import append_json_line
 from hpc.commands.runs.report import main
 from hpc.run.rundir import RunDir
-from hpc.run.spec import Resources, RunSpec
+from hpc.run.spec import RunSpec
 from support.events import (
     attempt_ended,
     claimed,
@@ -22,6 +22,7 @@ from support.events import (
     first_step,
     interruption,
     of_training,
+    resources_of,
     submitted,
     train_started,
     write_events,
@@ -60,7 +61,7 @@ def time_of(step: int) -> float:
 def spec_of(name: str, **settings: Any) -> RunSpec:
     """Of a training on the cluster, with a recipe."""
     train = TrainConfig(**{"data": "/data/pets", "epochs": 4, "batch_size": 64, **settings})
-    resources = Resources(nodes="2", gpus_per_node="1", cpus_per_gpu=4, time="1d", partition="gpu")
+    resources = resources_of(nodes="2", gpus_per_node="1", cpus_per_gpu=4, time="1d", partition="gpu")
     return RunSpec(
         name=name, cluster="slurm", resources=resources, data=train.data, stage_dir="/tmp",
         **of_training(train, recipe="cifar"),

@@ -32,7 +32,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from hpc.base.environment import RESTARTS
 from hpc.base.transport import Connection, DecodeError, Limits, Server, connect, listen
-from hpc.base.units import port_range
+from hpc.base.units import PortRange
 
 BACKEND = "torchrelay"
 # Importing torch from slow storage may take minutes.
@@ -91,7 +91,8 @@ class NodeRendezvous(RendezvousHandler):
         """Listen for the others if this is the first member. All torchruns of the attempt have the same `secret`."""
         self._node, self._num_nodes = int(parameters.get("rank")), parameters.max_nodes
         self._address, self._run_id, self._secret = parameters.local_addr or "", parameters.run_id, secret
-        self._ports = port_range(parameters.get("ports", ""))
+        ports = parameters.get("ports")
+        self._ports = PortRange.parse(ports).ports if ports else range(0)
         host, _, port = parameters.endpoint.rpartition(":")
         self._endpoint = host.strip("[]"), int(port)
         self._generation, self._ended, self._master = 0, False, ("", 0)

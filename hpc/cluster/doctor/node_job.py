@@ -14,16 +14,18 @@ from typing import Annotated, Any, Literal
 from hpc.base.files import nearest_existing
 from hpc.base.flags import Flag
 from hpc.base.node_info import NodeInfo, node_from_json
-from hpc.base.units import walltime_minutes
+from hpc.base.units import NodeRange, TimeLimit
 from hpc.commands import cli
 from hpc.run.spec import Network, Resources
 from hpc.slurm import client as slurm
 from hpc.slurm import sinfo
 from hpc.slurm.cluster_config import ClusterConfig
 from hpc.slurm.srun import own_pythonpath
-from hpc.submissions import checks
+from hpc.submissions import resolve
 from hpc.submissions.options import reading_of
 from hpc.submissions.user_python import user_environment
+
+_TIME_LIMIT = TimeLimit(600)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +67,11 @@ def plan(name: Literal["doctor", "smoke"], options: NodeOptions, site: ClusterCo
     Raises UserError if a flag is wrong, or the Python of the ranks does not import torch.
     """
     names, asked = options.node or (), options.resources
-    nodes = len(slurm.hostnames(",".join(names))) if names else asked.max_nodes
-    wanted = replace(asked, partition=site.partition["PartitionName"], nodes=str(nodes), time=asked.time or "10m")
-    resources = checks.resolve_resources(wanted, sinfo.partitions())
+    nodes = len(slurm.hostnames(",".join(names))) if names else asked.nodes.most
+    wanted = replace(
+        asked, partition=site.partition["PartitionName"], nodes=NodeRange(nodes), time=asked.time or _TIME_LIMIT
+    )
+    resources = resolve.resolve_resources(wanted, sinfo.partitions())
     _, python = user_environment.resolve(
         None, options.python, resources.setup, on_cluster=True, found=user_environment.find_python()
     )
@@ -83,7 +87,7 @@ def run_on_nodes(job: NodeJob, runs_dir: Path, prepare: Callable[[Path], object]
     `prepare` may fill a directory that the nodes share. The directory lies next to the runs, and exists during the job.
     """
     resources = job.resources
-    count = "1 node" if resources.max_nodes == 1 else f"{resources.nodes} nodes"
+    count = "1 node" if resources.nodes.most == 1 else f"{resources.nodes} nodes"
     print(f"waiting for {count} of partition {resources.partition}; Ctrl-C cancels", file=sys.stderr)
     # The job's directory is made next to the runs, so a node that sees the runs also sees this directory.
     existing = nearest_existing(runs_dir.expanduser().resolve())
@@ -99,9 +103,9 @@ def srun_argv(job: NodeJob, shared: Path) -> list[str]:
     return [
         "srun", "--quit-on-interrupt", "--label", f"--job-name={job.name}", f"--partition={resources.partition}",
         f"--nodes={resources.nodes}", "--ntasks-per-node=1",
-        *([f"--gpus-per-node={resources.gpus_per_node}"] if resources.num_gpus else []),
+        *([f"--gpus-per-node={resources.gpus_per_node}"] if resources.gpus_per_node.count else []),
         # One CPU per rank is enough: a larger share might have to wait for other jobs.
-        f"--cpus-per-task={resources.ranks_per_node}", f"--time={walltime_minutes(resources.time or '10m')}",
+        f"--cpus-per-task={resources.ranks_per_node}", f"--time={resources.time_limit.minutes}",
         *(f"--{key}={value}" for key, value in given.items() if value is not None),
         *(f"--{option}" for option in resources.sbatch),
         *([f"--nodelist={','.join(names)}"] if names else []),
@@ -109,8 +113,8 @@ def srun_argv(job: NodeJob, shared: Path) -> list[str]:
         # SUBMITIT_EXECUTOR selects submitit's reader of the allocation. submitit's own scripts set it, too.
         "env", f"PYTHONPATH={own_pythonpath()}", "SUBMITIT_EXECUTOR=slurm",
         sys.executable, "-P", "-m", "jobs.node_probe",
-        job.name, str(shared), str(job.stage_dir), str(resources.num_gpus), network.interface or "",
-        network.port_range or "", job.python,
+        job.name, str(shared), str(job.stage_dir), str(resources.gpus_per_node.count), network.interface or "",
+        str(network.port_range or ""), job.python,
     ]  # fmt: skip
 
 

@@ -128,7 +128,7 @@ def examine(options: DoctorOptions, run: RunDir | None) -> list[Finding]:
     nodes = run_on_nodes(job, options.runs_dir)
     found += judge(OF_LOGIN, inspect_login(options, nodes), "login")
     found += (finding for node in nodes for finding in judge(OF_NODE, node, node.name))
-    if len(nodes) < (asked := job.resources.max_nodes):
+    if len(nodes) < (asked := job.resources.nodes.most):
         verdict = costs(
             f"{len(nodes)} of {asked} nodes answered",
             "runs on the other nodes fail too",

@@ -73,7 +73,7 @@ def measure(options: SmokeOptions) -> SmokeResult:
         raise TorchrelayError(
             "the job ended before a node answered (see the messages of srun): nothing was saved; type hpc smoke again"
         )
-    return result_of(nodes, job.resources.partition or "", job.resources.max_nodes)
+    return result_of(nodes, job.resources.partition or "", job.resources.nodes.most)
 
 
 def write_data(directory: Path) -> None:

@@ -13,7 +13,6 @@ import time
 
 from hpc.base.errors import TorchrelayError, UserError
 from hpc.base.text import visible
-from hpc.base.units import duration_seconds
 from hpc.commands import cli
 from hpc.supervise.check import Line, SuperviseOptions, check_runs
 from hpc.supervise.decide import Action
@@ -23,7 +22,7 @@ _MAX_POLL_SECONDS = 300.0
 
 def supervise(options: SuperviseOptions) -> int:
     """Check all runs and act, once or until Ctrl-C. With --once, returns 1 if an action failed."""
-    interval = float(duration_seconds("--interval", options.interval))
+    interval = float(options.interval.seconds)
     if interval < 1 or options.max_parallel_requeues < 1:
         raise UserError("use 1s or more for --interval, and 1 or more for --max-parallel-requeues")
     try:

@@ -25,18 +25,19 @@ from hpc.base.errors import TorchrelayError, UserError
 from hpc.base.files import is_temporary, remove_abandoned
 from hpc.base.flags import Flag
 from hpc.base.text import visible
-from hpc.base.units import duration_seconds
+from hpc.base.units import Duration
 from hpc.commands import cli
 from hpc.run.events.history import State
 from hpc.run.ownership import check_is_own
 from hpc.run.rundir import RunDir
 from hpc.slurm import client as slurm
+from hpc.slurm import squeue
 from hpc.slurm.alive import local_jobs, slurm_jobs
 from hpc.slurm.squeue import SlurmJob
 from hpc.status.run_view import StatusCache
 from hpc.status.summary import TERMINAL
 
-_ANY_AGE = "0s"
+_ANY_AGE = Duration(0)
 _ENDING = "removed"
 # No submission takes this long.
 _ABANDONED_SECONDS = 86400.0
@@ -53,7 +54,7 @@ class CleanOptions(cli.RunsOptions):
 
     run: Annotated[tuple[str, ...], cli.ANY_RUNS] = ()
     """Run directories or names. Default: all runs in --runs-dir."""
-    older_than: Annotated[str, Flag(metavar="TIME")] = _ANY_AGE
+    older_than: Annotated[Duration, Flag(metavar="TIME")] = _ANY_AGE
     """Only runs whose files have not changed for this long: 12h, 30d."""
     state: Annotated[str, Flag(metavar="STATES")] = ",".join(sorted(TERMINAL))
     """Only runs in these states, separated by commas."""
@@ -138,13 +139,13 @@ def _chosen(options: CleanOptions) -> list[Holding]:
     wanted = set(options.state.split(","))
     if wanted - TERMINAL:
         raise UserError(f"--state is {options.state!r}: use one or several of {','.join(sorted(TERMINAL))}")
-    oldest = time.time() - duration_seconds("--older-than", options.older_than)
+    oldest = time.time() - options.older_than.seconds
     runs = [cli.find_own_run(name, options.runs_dir) for name in options.run] or cli.all_runs(options.runs_dir)
     cache = StatusCache()
     states = {row.run_dir: row.state for row in cache.summaries(runs)}
     if cache.problem:
         raise TorchrelayError(f"{cache.problem}; which runs have ended is unknown: try again later")
-    jobs = slurm.jobs() if any(run.script.exists() for run in runs) and slurm.is_available() else None
+    jobs = squeue.jobs() if any(run.script.exists() for run in runs) and slurm.is_available() else None
     found = list[Holding]()
     for run in runs:
         problem = why_it_stays(run, states.get(str(run.path), "running"), jobs)

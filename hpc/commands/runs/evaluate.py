@@ -185,7 +185,7 @@ def _settings(options: EvaluateOptions, subject: Subject) -> TrainConfig:
     same: dict[str, Any] = {name: getattr(trained, name) for name in _SAME_TRAINING} if trained else {}
     if options.data is not None:
         same["val_split"] = 0.0  # the training has seen no image of other data
-    ranks = options.resources.max_nodes * options.resources.ranks_per_node
+    ranks = options.resources.nodes.most * options.resources.ranks_per_node
     return TrainConfig(
         **same,
         data=data,

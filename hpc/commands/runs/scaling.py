@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from hpc.base.errors import UserError
 from hpc.base.flags import Flag
+from hpc.base.units import Gpus, NodeRange
 from hpc.commands import cli
 from hpc.run.spec import Resources
 from hpc.studies.members import common, user_code
@@ -22,9 +23,9 @@ from hpc.submissions.sbatch.sbatch_advice import explain
 class StudyResources(Resources):
     """Resources of the Slurm jobs."""
 
-    nodes: Annotated[str, Flag(metavar="N...", letter="-N")] = "1"
+    nodes: Annotated[NodeRange, Flag(metavar="N...", letter="-N")] = NodeRange(1)
     """Numbers of nodes, with a run for each number: 1 2 4 8."""
-    gpus_per_node: Annotated[str, Flag(metavar="N...")] = "1"
+    gpus_per_node: Annotated[Gpus, Flag(metavar="N...")] = Gpus(1)
     """Numbers of GPUs per node: 1 4, or a100:1 a100:4. Each is combined with each number of nodes."""
 
 
@@ -114,10 +115,10 @@ def _started(
     if options.parallel < 1:
         raise UserError(f"--parallel is {options.parallel}: use 1 or more")
     check_is_new(directory, options)
-    gpu_type, numbers = read_gpus(gpus or [options.resources.gpus_per_node])
+    gpu_type, numbers = read_gpus(gpus or [str(options.resources.gpus_per_node)])
     code = user_code(options, script)
     spec = ScalingSpec(
-        nodes=read_nodes(nodes or [options.resources.nodes]), gpus=numbers, gpu_type=gpu_type,
+        nodes=read_nodes(nodes or [str(options.resources.nodes)]), gpus=numbers, gpu_type=gpu_type,
         minutes=options.minutes, mode=options.mode,
         batch_size=options.train.batch_size if isinstance(options, ScalingTraining) else None,
         parallel=options.parallel, **common(options, code),

@@ -83,7 +83,7 @@ def _check_choice(options: LogsOptions, run: RunDir) -> None:
     if options.rank is not None:
         resources = RunSpec.load(run).resources
         # A resumption may have changed the number of nodes.
-        last = max([resources.max_nodes * resources.ranks_per_node - 1, *ranks_with_logs(run)])
+        last = max([resources.nodes.most * resources.ranks_per_node - 1, *ranks_with_logs(run)])
         if not 0 <= options.rank <= last:
             has = f"ranks 0 to {last}" if last else "one rank, 0"
             raise UserError(f"--rank is {options.rank}, but run {run.name} has {has}")

@@ -85,7 +85,7 @@ def settings_of(run: RunDir, spec: RunSpec) -> dict[str, Any]:
         given["script"] = shlex.join(spec.script)
     given |= {
         "data": spec.data, "run_dir": str(run.path),
-        "nodes": resources.nodes, "gpus_per_node": resources.gpus_per_node,
+        "nodes": str(resources.nodes), "gpus_per_node": str(resources.gpus_per_node),
         "commit": run.revision.read_text().strip() if run.revision.exists() else None,
     }  # fmt: skip
     return {name: value for name, value in given.items() if value is not None}

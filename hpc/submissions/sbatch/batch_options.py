@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from hpc.base.errors import UserError
 from hpc.base.text import did_you_mean
-from hpc.base.units import format_minutes, walltime_minutes
+from hpc.base.units import TimeLimit
 from hpc.run.spec import MANAGED_SBATCH
 from hpc.submissions.sbatch.sbatch_advice import ALONE, LETTERS, WITH_VALUE
 
@@ -245,8 +245,11 @@ def _memory(option: Option) -> str:
 def _time(option: Option) -> str:
     """Return a time limit in a form in which nobody can take minutes for hours."""
     is_clear = "-" in option.value or option.value.count(":") == 2
-    minutes = walltime_minutes(option.value, f"line {option.line}: --{option.name}")
-    return option.value if is_clear else format_minutes(minutes)
+    try:
+        limit = TimeLimit.parse_as_slurm(option.value)
+        return option.value if is_clear else str(limit)
+    except ValueError as error:
+        raise UserError(f"line {option.line}: --{option.name} {error}") from error
 
 
 _CONVERTED: dict[str, Callable[[Option], str]] = {"mem": _memory, "time": _time, "time-min": _time}

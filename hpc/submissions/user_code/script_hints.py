@@ -39,7 +39,7 @@ def hints(code: UserCode, spec: RunSpec) -> list[str]:
     if not trees:
         return []
     words = _words(trees.values())
-    name, ranks = program_of(code.script), spec.resources.max_nodes * spec.resources.ranks_per_node
+    name, ranks = program_of(code.script), spec.resources.nodes.most * spec.resources.ranks_per_node
     found = []
     # Each copy of our library has this name, and no other code.
     if copy := next((path for path, tree in trees.items() if SNAPSHOTS in _words([tree])), None):

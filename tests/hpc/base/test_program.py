@@ -9,8 +9,10 @@ import pytest
 
 from hpc.base import program
 from hpc.base.errors import UserError
+from hpc.base.units import Duration, NodeRange
 from hpc.commands.cluster.doctor import DoctorOptions
 from hpc.commands.start.status import StatusOptions
+from hpc.run.spec import Recovery
 from hpc.submissions.options import SubmitScript, SubmitTraining
 from hpc.submissions.resumed_run import ResumeOptions
 from hpc.submissions.sbatch.sbatch_advice import explain
@@ -71,7 +73,7 @@ def test_a_value_of_python_is_what_its_text_would_be() -> None:
     given = {"data": Path("x"), "nodes": 2, "lr": 1, "setup": ("a",), "stage-dir": Path("/x"), "elastic": True}
     made = program.build(SubmitTraining, given)
     assert made == program.build(SubmitTraining, typed)
-    assert (made.train.lr, made.resources.nodes, made.stage_dir) == (1.0, "2", Path("/x"))
+    assert (made.train.lr, made.resources.nodes, made.stage_dir) == (1.0, NodeRange(2), Path("/x"))
     assert program.build(SubmitTraining, program.values_of(made)) == made
 
 
@@ -117,3 +119,10 @@ def test_every_program_answers_in_one_line(module: str, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.endswith(": there is no flag --max-epochs: did you mean --epochs?\n")
     assert done.stderr.count("\n") == 1
+
+
+def test_word_becomes_a_value_and_its_error_names_the_flag() -> None:
+    for value in ("90s", Duration(90)):
+        assert program.build(Recovery, {"grace-period": value}).grace_period == Duration(90)
+    with pytest.raises(UserError, match=r"^--grace-period is '90': use a duration such as 90s"):
+        program.build(Recovery, {"grace-period": 90})

@@ -17,7 +17,17 @@ import pandas as pd
 import pytest
 import torch
 from msgspec import structs
-from support.events import attempt_ended, claimed, interruption, of_training, script_spec, submitted, write_events
+from support.events import (
+    attempt_ended,
+    claimed,
+    interruption,
+    of_training,
+    recovery_of,
+    resources_of,
+    script_spec,
+    submitted,
+    write_events,
+)
 from support.reported_runs import (
     BEGAN,
     CLASSES,
@@ -41,7 +51,7 @@ from hpc.report.charts import extremes
 from hpc.report.command import shell_text, submit_command
 from hpc.report.gather import gather
 from hpc.run.rundir import RunDir
-from hpc.run.spec import Recovery, Resources, RunSpec
+from hpc.run.spec import RunSpec
 from hpc.status.printing import progress, summaries
 from hpc.status.run_view import summarize
 from hpc.submissions.options import SubmitTraining
@@ -115,7 +125,7 @@ def test_page_of_a_run_has_everything_and_loads_nothing(page: Written) -> None:
 
 @pytest.mark.parametrize(("gpus", "words"), [("a100:4", "4 a100 GPUs"), ("1", "1 GPU"), ("0", "2 nodes without GPUs")])
 def test_page_says_on_which_gpus_the_run_trains(gpus: str, words: str, tmp_path: Path) -> None:
-    spec = replace(spec_of("r"), resources=Resources(nodes="2", gpus_per_node=gpus))
+    spec = replace(spec_of("r"), resources=resources_of(nodes="2", gpus_per_node=gpus))
     assert f"{words}</p>" in report(pending_run(tmp_path / "r", spec).path).html
 
 
@@ -463,10 +473,10 @@ def test_mistakes_are_reported_in_one_line(
 
 def test_command_submits_the_same_run_again() -> None:
     train = TrainConfig(data="/d a", lr=0.1, ema_decay=0.99, sync_bn=True, image_size=64, checkpoint_every="30s")
-    resources = Resources(
+    resources = resources_of(
         nodes="2:4", gpus_per_node="a100:8", mem="64G", time="90m", sbatch=("mail-type=END", "comment=a b", "hold")
     )
-    recovery = Recovery(elastic=True, spares=1, signal_before="2m")
+    recovery = recovery_of(elastic=True, spares=1, signal_before="2m")
     where = {"name": "x", "cluster": "slurm", "data": "/d a", "stage_dir": "/scratch"}
     spec = RunSpec(resources=resources, recovery=recovery, **where, **of_training(train))
     words = submit_command(spec)

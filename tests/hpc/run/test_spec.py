@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.events import of_training, script_spec
+from support.events import of_training, recovery_of, resources_of, script_spec
 
 from hpc.base.errors import UserError
+from hpc.base.units import NodeRange
 from hpc.run.rundir import RunDir, check_run_name
 from hpc.run.spec import Recovery, Resources, RunSpec
 from training.config.evaluation_task import EvaluationTask
@@ -17,9 +18,9 @@ def test_spec_is_equal_after_saving_and_loading(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     spec = RunSpec(
         name="a b", cluster="slurm", data="/d", stage_dir="/tmp",
-        resources=Resources(nodes="2:4", gpus_per_node="a100:4", cpus_per_gpu=2, sbatch=("mail-type=END", "hold")),
+        resources=resources_of(nodes="2:4", gpus_per_node="a100:4", cpus_per_gpu=2, sbatch=("mail-type=END", "hold")),
         **of_training(TrainConfig(data="/d", lr=0.3), evaluation=EvaluationTask(source="/r")),
-        recovery=Recovery(elastic=True, spares=1, hang_timeout="90s", signal_before="2m"),
+        recovery=recovery_of(elastic=True, spares=1, hang_timeout="90s", signal_before="2m"),
     )  # fmt: skip
     spec.save(run)
     assert RunSpec.load(run) == spec
@@ -27,6 +28,7 @@ def test_spec_is_equal_after_saving_and_loading(tmp_path: Path) -> None:
     script.save(run)
     assert RunSpec.load(run) == script
     fields = json.loads(run.spec.read_text())
+    assert fields["resources"]["nodes"] == "1", "a text, as it was typed"
     del fields["recovery"]
     run.spec.write_text(json.dumps(fields))
     assert RunSpec.load(run) == script, "what is not there has its defaults"
@@ -43,7 +45,12 @@ def test_changed_flags_change_what_ranks_import() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lacks", "has"), [(("program", "training"), {"script": ["a.py"], "train": None}), ((), {"later": 1})]
+    ("lacks", "has"),
+    [
+        (("program", "training"), {"script": ["a.py"], "train": None}),
+        ((), {"later": 1}),
+        ((), {"network": {"later": 1}}),
+    ],
 )
 def test_spec_of_another_version_is_refused_in_one_line(
     lacks: tuple[str, ...], has: dict[str, Any], tmp_path: Path
@@ -54,32 +61,6 @@ def test_spec_of_another_version_is_refused_in_one_line(
     run.spec.write_text(json.dumps(fields | has))
     with pytest.raises(UserError, match=r"another version of torchrelay \(.*\): use the version that .*again$"):
         RunSpec.load(run)
-
-
-@pytest.mark.parametrize(
-    ("field", "values", "message"),
-    [
-        ("gpus_per_node", ("", "a100", "a100:", ":2", "a100:0", "-1", "1.5", "gpu:a100:2", "a b:2"),
-         r"--gpus-per-node is '.*use a number such as 2, or .* a100:2"),
-        ("nodes", ("", "0", "x", "4:2", "1:", ":3", "-1", "1:2:3", "1.5"), "--nodes"),
-        ("mem", ("64",), "--mem is 64, which Slurm takes for megabytes: use 64G or 64M"),
-        ("mem", ("64 G",), "--mem is '64 G': use a whole number with a unit, such as 64G"),
-        ("time", ("24",), "--time is 24, which Slurm takes for minutes: use 24h or 24m"),
-        ("time", ("12:00",), "--time is 12:00, which Slurm takes for minutes and seconds: use 12:00:00 for"),
-        ("time_min", ("soon",), "--time-min is 'soon': use a duration"),
-        ("time_min", ("30",), "--time-min is 30, which Slurm takes for minutes: use 30h or 30m"),
-    ],
-)  # fmt: skip
-def test_resources_that_cannot_be_meant_are_refused(field: str, values: tuple[str, ...], message: str) -> None:
-    for value in values:
-        with pytest.raises(UserError, match=message):
-            Resources(**{field: value})  # type: ignore[arg-type]
-
-
-def test_memory_and_times_that_say_what_they_mean() -> None:
-    for memory, time in (("0", "90m"), ("64G", "12:00:00"), ("64gb", "1-0"), ("512M", "00:01:30")):
-        asked = Resources(mem=memory, time=time)
-        assert (asked.mem, asked.time) == (memory, time), "as they were typed"
 
 
 @pytest.mark.parametrize(
@@ -106,8 +87,8 @@ def test_sbatch_options_that_we_set_are_refused(option: str, message: str) -> No
 
 
 def test_gres_that_we_do_not_set_is_taken() -> None:
-    assert Resources(gpus_per_node="2", sbatch=("gres=nvme:1",)).sbatch == ("gres=nvme:1",)
-    assert Resources(gpus_per_node="0", sbatch=("gres=gpu:1",)).sbatch == ("gres=gpu:1",)
+    assert resources_of(gpus_per_node="2", sbatch=("gres=nvme:1",)).sbatch == ("gres=nvme:1",)
+    assert resources_of(gpus_per_node="0", sbatch=("gres=gpu:1",)).sbatch == ("gres=gpu:1",)
 
 
 def test_directory_without_spec_is_no_run(tmp_path: Path) -> None:
@@ -143,31 +124,40 @@ def test_good_run_name() -> None:
         ({"grace_period": "0s"}, "--grace-period is 0s: use 1s to 18h"),
         (
             {"grace_period": "60s", "signal_before": "60s"},
-            "--grace-period is 60s, and the requeue takes 10 s more, but --signal-before is 60s",
+            "--grace-period is 1m, and the requeue takes 10 s more, but --signal-before is 1m",
         ),
         ({"stop_signal": "KILL"}, "--stop-signal is 'KILL': use one of USR1, USR2, TERM, INT, HUP, or auto"),
     ],
 )
 def test_bad_recovery(recovery: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        Recovery(**recovery)
+        recovery_of(**recovery)
 
 
 def spec(recovery: Recovery, time: str | None = None, nodes: str = "2") -> RunSpec:
-    return script_spec(resources=Resources(nodes=nodes, time=time), recovery=recovery)
+    return script_spec(resources=resources_of(nodes=nodes, time=time), recovery=recovery)
 
 
 def test_nodes_of_a_run_and_of_its_job() -> None:
-    assert spec(Recovery(), nodes="2:4").min_nodes == 2
-    assert spec(Recovery(spares=2), nodes="2:4").job_nodes == (4, 6), "spares are additional nodes"
+    assert spec(Recovery(), nodes="2:4").fewest_to_continue == 2
+    assert spec(Recovery(spares=2), nodes="2:4").job_nodes == NodeRange(4, 6), "spares are additional nodes"
     elastic = spec(Recovery(elastic=True), nodes="4")
-    assert (elastic.min_nodes, elastic.job_nodes) == (1, (4, 4)), "it starts on all and continues on one"
+    assert (elastic.fewest_to_continue, elastic.job_nodes) == (1, NodeRange(4)), "it starts on all, continues on one"
 
 
 def test_stop_lead_is_a_tenth_of_the_limit_unless_it_is_given() -> None:
     assert spec(Recovery(), time="20m").stop_lead_seconds == 120
     assert spec(Recovery(), time="1m").stop_lead_seconds == 30
     assert spec(Recovery()).stop_lead_seconds == 300
-    assert spec(Recovery(signal_before="10m"), time="20m").stop_lead_seconds == 600
-    assert spec(Recovery(grace_period="10m"), time="20m").stop_lead_seconds == 610, "the ranks get all of it"
-    assert spec(Recovery(grace_period="10s"), time="20m").stop_lead_seconds == 120
+    assert spec(recovery_of(signal_before="10m"), time="20m").stop_lead_seconds == 600
+    assert spec(recovery_of(grace_period="10m"), time="20m").stop_lead_seconds == 610, "the ranks get all of it"
+    assert spec(recovery_of(grace_period="10s"), time="20m").stop_lead_seconds == 120
+
+
+@pytest.mark.parametrize(
+    ("time", "time_min", "minutes", "lead"),
+    [("1d", None, None, 300), ("1d", "auto", 15, 300), ("1d", "20m", 20, 120), ("5m", "auto", 5, 30)],
+)
+def test_shortest_limit_leaves_time_to_save(time: str, time_min: str | None, minutes: int | None, lead: int) -> None:
+    shortened = script_spec(resources=resources_of(time=time, time_min=time_min))
+    assert (shortened.shortest_minutes, shortened.stop_lead_seconds) == (minutes, lead)

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 from support.cluster import Command
-from support.events import script_spec
+from support.events import resources_of, script_spec
 
 from hpc.run.causes import Cause
 from hpc.run.events.history import History
 from hpc.run.events.kinds import AttemptEnded, Event, Interrupted, NodeFailed, NodeReturned
 from hpc.run.rundir import RunDir
-from hpc.run.spec import Resources
 from hpc.slurm import bad_nodes, handover
 
 
@@ -79,7 +78,7 @@ def test_a_job_avoids_them_if_enough_other_nodes_are_left(tmp_path: Path, slurm_
     learnt(tmp_path, "two", failed("gpu02"))
 
     def excluded(nodes: str) -> list[str]:
-        spec = script_spec(resources=Resources(nodes=nodes))
+        spec = script_spec(resources=resources_of(nodes=nodes))
         return handover.nodes_to_exclude(RunDir(tmp_path / "new"), spec, History())
 
     assert [excluded(nodes) for nodes in "123"] == [["gpu02", "gpu01"], ["gpu02"], []]

@@ -12,7 +12,7 @@ from support.fake_slurm import write_programs
 
 from hpc.run.causes import JobState
 from hpc.slurm import client as slurm
-from hpc.slurm import job_fields, sinfo
+from hpc.slurm import job_fields, sbatch_command, sinfo, squeue
 from hpc.slurm.squeue import explain_reason, parse_jobs
 
 
@@ -58,7 +58,7 @@ def test_times_do_not_depend_on_the_users_settings(slurm_command: Command) -> No
     second_half_past_one = int(datetime(2026, 11, 1, 6, 30, tzinfo=UTC).timestamp())
     at = f'date -d @{second_half_past_one} "+${{SLURM_TIME_FORMAT:-%Y-%m-%dT%H:%M:%S}}"'
     slurm_command("squeue", f'echo "12|RUNNING|None|gpu01|gpu01|0|N/A|$({at})|/s/submit.sbatch|"')
-    assert slurm.jobs()["12"].started == second_half_past_one
+    assert squeue.jobs()["12"].started == second_half_past_one
 
 
 def test_sbatch_reads_times_in_the_users_zone(slurm_command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +70,7 @@ def test_sbatch_reads_times_in_the_users_zone(slurm_command: Command, monkeypatc
 
 def test_other_jobs_scripts_may_have_any_name(slurm_command: Command) -> None:
     slurm_command("squeue", "printf '12|RUNNING|None|gpu01|gpu01|0|N/A|N/A|/s/caf\\351/submit.sbatch|\\n'")
-    assert slurm.jobs()["12"].command == os.fsdecode(b"/s/caf\xe9/submit.sbatch")
+    assert squeue.jobs()["12"].command == os.fsdecode(b"/s/caf\xe9/submit.sbatch")
 
 
 @pytest.fixture
@@ -133,6 +133,15 @@ def test_preemption_of_an_earlier_start_does_not_count(since: str, preempted: bo
 
 
 @pytest.mark.parametrize(
+    ("limit", "least", "shortened"),
+    [("00:10:00", "00:05:00", True), ("01:00:00", "00:05:00", False), ("00:10:00", "N/A", False)],
+    ids=["by --time-min", "not shortened", "by scontrol update: a requeue keeps it"],
+)
+def test_job_whose_limit_was_shortened(limit: str, least: str, *, shortened: bool) -> None:
+    assert job_fields.is_shortened({"TimeLimit": limit, "TimeMin": least}, 60) is shortened
+
+
+@pytest.mark.parametrize(
     ("parameters", "options"),
     [("idle_on_node_suspend,enable_expedited_requeue", "--requeue=expedite"), ("(null)", "")],
 )
@@ -141,7 +150,7 @@ def test_requeues_are_expedited_where_the_cluster_allows_it(
 ) -> None:
     slurm_command("scontrol", f"echo 'SlurmctldParameters     = {parameters}'")
     slurm_command("sbatch", f'echo "$@" > {tmp_path}/typed; echo 8')
-    assert slurm.submit(tmp_path / "submit.sbatch", []) == "8"
+    assert sbatch_command.submit(tmp_path / "submit.sbatch", []) == "8"
     words = (tmp_path / "typed").read_text().split()
     assert [word for word in words if word.startswith("--requeue")] == ([options] if options else [])
 
@@ -209,10 +218,10 @@ def test_commands_survive_the_sigterm_of_a_requeue() -> None:
 def test_missing_command_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(os.environ, "PATH", str(tmp_path))
     with pytest.raises(slurm.TorchrelayError, match="squeue is not on the PATH"):
-        slurm.jobs()
+        squeue.jobs()
 
 
 def test_final_states_of_jobs_that_squeue_has_forgotten(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     write_programs(tmp_path, sacct="printf '7|CANCELLED by 1000\\n8|NODE_FAIL\\n9\\n'")
     monkeypatch.setitem(os.environ, "PATH", str(tmp_path))
-    assert slurm.final_states(["7", "8", "9"]) == {"7": JobState.CANCELLED, "8": JobState.NODE_FAIL}
+    assert squeue.final_states(["7", "8", "9"]) == {"7": JobState.CANCELLED, "8": JobState.NODE_FAIL}

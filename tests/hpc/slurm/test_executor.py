@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support.cluster import ROOT
-from support.events import script_spec
+from support.events import recovery_of, resources_of, script_spec
 from support.fake_slurm import write_programs
 from support.waiting import wait_for
 
@@ -30,8 +30,8 @@ def srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def told(nodes: str, **recovery: Any) -> dict[str, Any]:
-    resources = Resources(nodes=nodes, gpus_per_node="2", cpus_per_gpu=3, time="2h")
-    return sbatch_parameters(spec(resources, Recovery(**recovery)))
+    resources = resources_of(nodes=nodes, gpus_per_node="2", cpus_per_gpu=3, time="2h")
+    return sbatch_parameters(spec(resources, recovery_of(**recovery)))
 
 
 def spec(resources: Resources, recovery: Recovery = Recovery()) -> RunSpec:  # noqa: B008 - frozen
@@ -39,7 +39,7 @@ def spec(resources: Resources, recovery: Recovery = Recovery()) -> RunSpec:  # n
 
 
 def script(tmp_path: Path, **resources: Any) -> list[str]:
-    return SlurmExecutor(RunDir(tmp_path), spec(Resources(**resources))).script().splitlines()
+    return SlurmExecutor(RunDir(tmp_path), spec(resources_of(**resources))).script().splitlines()
 
 
 def test_what_is_asked_for_in_the_script(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_path_of_python_modules_from_setup_is_for_the_ranks_of_a_script() -> Non
 
 
 def test_script_survives_signals_before_setup_begins(tmp_path: Path) -> None:
-    resources = Resources(time="2h", setup=("module load cuda/12.4", "source it's.sh"))
+    resources = resources_of(time="2h", setup=("module load cuda/12.4", "source it's.sh"))
     spec = script_spec(resources=resources)
     lines = SlurmExecutor(RunDir(tmp_path), spec).script().splitlines()
     signals = "trap : HUP INT QUIT USR1 USR2 TERM"

@@ -14,7 +14,17 @@ from typing import Any
 import pytest
 from msgspec.structs import replace as changed
 from support.cluster import Command
-from support.events import claimed, event, joined, of_training, records_in, resubmitted, script_spec, submitted
+from support.events import (
+    claimed,
+    event,
+    joined,
+    of_training,
+    records_in,
+    resources_of,
+    resubmitted,
+    script_spec,
+    submitted,
+)
 
 from hpc.base.errors import TorchrelayError
 from hpc.base.files import append_json_line
@@ -24,7 +34,7 @@ from hpc.run.events.history import History
 from hpc.run.events.kinds import AttemptEnded, Event, NodeLost, NodeReturned, RankFailed, Resubmitted, Resubmitting
 from hpc.run.events.ledger import EventWriter
 from hpc.run.rundir import RunDir
-from hpc.run.spec import Resources, RunSpec
+from hpc.run.spec import RunSpec
 from hpc.slurm import handover
 from training.config.train_config import TrainConfig
 
@@ -60,7 +70,7 @@ def run(tmp_path: Path, slurm_command: Command) -> RunDir:
 
 
 def spec_of(script: tuple[str, ...] = ("a.py",), cluster: str = "slurm", **resources: Any) -> RunSpec:
-    return script_spec(*script, cluster=cluster, resources=Resources(**resources))
+    return script_spec(*script, cluster=cluster, resources=resources_of(**resources))
 
 
 def attempt(**changes: Any) -> Attempt:

@@ -19,6 +19,7 @@ from support.events import (
     interruption,
     of_message,
     recorded_run,
+    resources_of,
     submitted,
     train_started,
     train_stopped,
@@ -29,7 +30,6 @@ from hpc.base.files import append_json_line
 from hpc.commands.start import status
 from hpc.run.causes import JobState
 from hpc.run.rundir import RunDir
-from hpc.run.spec import Resources
 from hpc.slurm.squeue import SlurmJob
 from hpc.status import printing, table
 from hpc.status.cells import wait_reason
@@ -51,7 +51,7 @@ EVENTS = (
     train_stopped(65.0, 85, seconds=28.0),
     attempt_ended(66.0, "preempted", step=85),
 )
-RESOURCES = Resources(nodes="2", gpus_per_node="a100:4", partition="gpu")
+RESOURCES = resources_of(nodes="2", gpus_per_node="a100:4", partition="gpu")
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from hpc.commands.cluster import supervise
 from hpc.commands.start import status
 from hpc.run.events.kinds import Event
 from hpc.run.rundir import RunDir
-from hpc.slurm import client as slurm
+from hpc.slurm import client
 from hpc.slurm.alive import jobs_by_run
 from hpc.slurm.squeue import parse_jobs
 from hpc.status.cells import wait_reason
@@ -77,7 +77,7 @@ def test_squeue_that_hangs_is_a_slurm_that_is_away(
 ) -> None:
     run, cache = make_run(tmp_path, CLAIMED), StatusCache()
     squeue("exec sleep 60")
-    monkeypatch.setattr(slurm, "_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr(client, "_TIMEOUT_SECONDS", 0.2)
     assert cache.summary(run).state == "running"
     assert str(cache.problem).startswith("Slurm does not answer")
 

@@ -8,12 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.events import claimed, event, interruption, script_spec, submitted, write_events
+from support.events import claimed, event, interruption, resources_of, script_spec, submitted, write_events
 from support.reported_runs import pending_run, report
 
 from hpc.commands.start import status
 from hpc.run.rundir import RunDir
-from hpc.run.spec import Resources
 from hpc.status import printing
 from hpc.status.run_view import summarize
 
@@ -23,7 +22,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     """A script that failed twice and runs for the third time."""
     monkeypatch.setenv("PATH", "/nowhere")
     spec = script_spec(name="r", cluster="local")
-    found = pending_run(tmp_path / "r", replace(spec, resources=Resources(nodes="1", gpus_per_node="2")))
+    found = pending_run(tmp_path / "r", replace(spec, resources=resources_of(nodes="1", gpus_per_node="2")))
     (found.events / "agent.jsonl").unlink()
     now = time.time()
     write_events(

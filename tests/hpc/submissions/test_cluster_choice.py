@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from support.cluster import Run, Site
+from support.events import resources_of
 
 from hpc.base.errors import UserError
 from hpc.run.rundir import RunDir
-from hpc.run.spec import Resources
 from hpc.submissions.cluster_choice import choose_cluster
 
 NO_SLURM = {"PATH": "/nonexistent"}
@@ -28,7 +28,7 @@ OF_SLURM: dict[str, Any] = {
 def test_flag_of_slurms_is_refused(flag: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(UserError) as refused:
-        choose_cluster("auto", Resources(**{flag: value}), in_terminal=True)
+        choose_cluster("auto", resources_of(**{flag: value}), in_terminal=True)
     given = value[0] if flag == "sbatch" else value
     assert str(refused.value) == (
         f"--{flag.replace('_', '-')} {given} needs Slurm, but there is no Slurm here (sbatch is not on the PATH): type "

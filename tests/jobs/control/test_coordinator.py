@@ -13,6 +13,8 @@ from support.events import (
     interruption,
     of_training,
     recorded,
+    recovery_of,
+    resources_of,
     train_started,
     write_events,
 )  # fmt: skip
@@ -21,7 +23,7 @@ from support.waiting import wait_for
 
 from hpc.base.kernel import steady_time
 from hpc.run.causes import Cause
-from hpc.run.spec import Recovery, Resources
+from hpc.run.spec import Recovery
 from hpc.run.spec_file import script_program
 from jobs.control.channel import ControlServer
 from jobs.control.coordinator import Coordinator
@@ -73,7 +75,7 @@ def test_node_that_comes_back_takes_part_again(attempt: AttemptMaker) -> None:
 
 
 def test_node_that_is_lost_later_fell_silent_a_short_time_ago(attempt: AttemptMaker) -> None:
-    twice = attempt(resources=Resources(nodes="1:3"))
+    twice = attempt(resources=resources_of(nodes="1:3"))
     twice.nodes.silent[1] = 6.0
     twice.poll()
     twice.nodes.silent |= {1: 36.0, 2: 5.5}
@@ -101,7 +103,7 @@ def test_node_that_has_left_is_not_lost(attempt: AttemptMaker, phase: Phase) -> 
 
 
 def test_loss_of_a_spare_or_in_a_pause_interrupts_nothing(attempt: AttemptMaker) -> None:
-    spare = attempt(resources=Resources(nodes="1:2"))
+    spare = attempt(resources=resources_of(nodes="1:2"))
     spare.nodes.directive = replace(spare.nodes.directive, members=(0, 1))
     spare.nodes.report(2, phase=Phase.READY)
     spare.nodes.silent[2] = 6.0
@@ -116,7 +118,7 @@ def test_loss_of_a_spare_or_in_a_pause_interrupts_nothing(attempt: AttemptMaker)
 
 def needing_a_silent_node(attempt: AttemptMaker) -> CoordinatedAttempt:
     """An attempt on Slurm that cannot go on without the second node, from which nothing is heard."""
-    needed = attempt(resources=Resources(nodes="3"))
+    needed = attempt(resources=resources_of(nodes="3"))
     on_slurm = replace(needed.node, allocation=replace(needed.node.allocation, cluster="slurm"))
     needed.coordinator = Coordinator(on_slurm, cast("Any", needed.nodes), needed.stop)
     needed.nodes.silent[1] = 6.0
@@ -210,7 +212,7 @@ def test_failure_waits_until_all_others_have_been_heard(attempt: AttemptMaker) -
 
 
 def test_failure_does_not_wait_for_lost_nodes_and_spares(attempt: AttemptMaker) -> None:
-    unheard = attempt(resources=Resources(nodes="1:2"))
+    unheard = attempt(resources=resources_of(nodes="1:2"))
     unheard.nodes.directive = replace(unheard.nodes.directive, members=(0, 1))
     unheard.nodes.silent |= {0: 3.0, 2: 3.0}
     unheard.fail(1)
@@ -434,7 +436,7 @@ def test_spare_takes_the_place_of_a_straggler_if_asked(
     attempt: AttemptMaker, evict_slow: bool, members: tuple[int, ...]
 ) -> None:
     recovery = Recovery(spares=1, evict_slow=evict_slow)
-    slow = attempt(resources=Resources(nodes="2"), recovery=recovery)
+    slow = attempt(resources=resources_of(nodes="2"), recovery=recovery)
     slow.nodes.directive = replace(slow.nodes.directive, members=(0, 1))
     slow.nodes.report(2, phase=Phase.READY)
     for seconds in (0.0, 11.0, 0.0):
@@ -465,7 +467,7 @@ def test_ranks_that_do_nothing_are_recorded_and_left_alone(
 def test_clock_that_is_set_back_hides_no_hang(node: NodeAttempt, monkeypatch: pytest.MonkeyPatch) -> None:
     server, hosts = ControlServer("secret", 1), ("gpu01",)
     write_events(node.run, claimed(nodes=hosts), file="attempt-001-node-00.jsonl")
-    spec = replace(node.spec, **of_training(TrainConfig(data="x")), recovery=Recovery(hang_timeout="1s"))
+    spec = replace(node.spec, **of_training(TrainConfig(data="x")), recovery=recovery_of(hang_timeout="1s"))
     coordinator = Coordinator(replace(node, spec=spec), server, StopRequest())
     server.directive = Directive(round=1, members=(0,), port=1)
     failure = RankFailure(

@@ -1,18 +1,17 @@
 """A coordinator whose run directory is on storage that answers nothing: who reads from it waits in the kernel."""
 
 import pytest
-from support.events import attempt_ended, write_events
+from support.events import attempt_ended, resources_of, write_events
 from support.reported_nodes import AttemptMaker
 from support.staging_nodes import hanging
 
-from hpc.run.spec import Resources
 from jobs import node_attempt
 
 
 @pytest.mark.timeout(60)
 def test_coordinator_goes_on_while_the_storage_hangs(attempt: AttemptMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_attempt, "_HANGS_SECONDS", 0.5)
-    cut_off = attempt(resources=Resources(nodes="1:3"))
+    cut_off = attempt(resources=resources_of(nodes="1:3"))
     for rank in range(3):
         cut_off.beat(rank, step=12)
     cut_off.poll()

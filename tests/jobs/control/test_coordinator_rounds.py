@@ -4,10 +4,11 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
+from support.events import resources_of
 from support.reported_nodes import HOSTS, AttemptMaker, CoordinatedAttempt
 
 from hpc.run.causes import Cause
-from hpc.run.spec import Recovery, Resources
+from hpc.run.spec import Recovery
 from hpc.run.spec_file import script_program
 from jobs.control.coordinator import Coordinator, Failure
 from jobs.control.messages import Phase
@@ -63,7 +64,7 @@ def test_script_starts_after_a_round_that_checks_the_nodes(attempt: AttemptMaker
 
 
 def test_spare_takes_part_in_the_preflight_and_then_replaces_a_lost_node_at_once(attempt: AttemptMaker) -> None:
-    script = attempt(program=script_program(("a.py",)), resources=Resources(nodes="2"), recovery=Recovery(spares=1))
+    script = attempt(program=script_program(("a.py",)), resources=resources_of(nodes="2"), recovery=Recovery(spares=1))
     ready(script)
     script.nodes.report(2, phase=Phase.STARTING)
     script.poll()
@@ -83,7 +84,7 @@ def test_spare_takes_part_in_the_preflight_and_then_replaces_a_lost_node_at_once
 
 @pytest.mark.parametrize("what", ["lost", "bad", "torchrun", "hangs", "crash"])
 def test_spare_that_fails_the_preflight_costs_the_run_nothing(attempt: AttemptMaker, what: str) -> None:
-    script = attempt(program=script_program(("a.py",)), resources=Resources(nodes="2"), recovery=Recovery(spares=1))
+    script = attempt(program=script_program(("a.py",)), resources=resources_of(nodes="2"), recovery=Recovery(spares=1))
     ready(script)
     script.poll()
     assert script.members == (0, 1, 2)
@@ -109,7 +110,7 @@ def test_spare_that_fails_the_preflight_costs_the_run_nothing(attempt: AttemptMa
 
 
 def test_script_does_not_wait_long_for_a_spare(attempt: AttemptMaker) -> None:
-    script = attempt(program=script_program(("a.py",)), resources=Resources(nodes="2"), recovery=Recovery(spares=1))
+    script = attempt(program=script_program(("a.py",)), resources=resources_of(nodes="2"), recovery=Recovery(spares=1))
     ready(script)
     script.nodes.report(2, phase=Phase.STARTING)
     script.poll()
@@ -196,7 +197,7 @@ def ended_by(few: CoordinatedAttempt, seconds: float = 0.0) -> Failure:
 
 
 def test_too_few_nodes_end_the_attempt_with_what_failed_on_them(attempt: AttemptMaker) -> None:
-    few = attempt(resources=Resources(nodes="3"))
+    few = attempt(resources=resources_of(nodes="3"))
     ready(few)
     few.nodes.report(1, phase=Phase.FAILED, detail="no space in /tmp")
     failure = ended_by(few)
@@ -210,7 +211,7 @@ def test_too_few_nodes_end_the_attempt_with_what_failed_on_them(attempt: Attempt
 
 
 def test_node_whose_input_is_bad_ends_the_run(attempt: AttemptMaker) -> None:
-    few = attempt(resources=Resources(nodes="3"))
+    few = attempt(resources=resources_of(nodes="3"))
     ready(few)
     few.nodes.report(1, phase=Phase.FAILED, cause=Cause.BAD_INPUT, detail="pipe is not a regular file")
     failure = ended_by(few)
@@ -218,7 +219,7 @@ def test_node_whose_input_is_bad_ends_the_run(attempt: AttemptMaker) -> None:
 
 
 def test_bad_node_is_at_fault_for_too_few_nodes(attempt: AttemptMaker) -> None:
-    few = attempt(resources=Resources(nodes="3"))
+    few = attempt(resources=resources_of(nodes="3"))
     ready(few)
     few.nodes.report(1, phase=Phase.FAILED, detail="no space in /tmp")
     few.nodes.report(2, phase=Phase.BAD_NODE, detail="no GPU answers")
@@ -228,7 +229,7 @@ def test_bad_node_is_at_fault_for_too_few_nodes(attempt: AttemptMaker) -> None:
 
 
 def test_lost_node_is_at_fault_for_too_few_nodes(attempt: AttemptMaker) -> None:
-    few = attempt(resources=Resources(nodes="3"))
+    few = attempt(resources=resources_of(nodes="3"))
     ready(few)
     few.nodes.silent[2] = 6.0
     failure = ended_by(few)
@@ -238,7 +239,7 @@ def test_lost_node_is_at_fault_for_too_few_nodes(attempt: AttemptMaker) -> None:
 
 
 def test_last_failure_is_the_reason_for_too_few_nodes_if_it_is_recent(attempt: AttemptMaker) -> None:
-    few = attempt(resources=Resources(nodes="3"))
+    few = attempt(resources=resources_of(nodes="3"))
     few.fail(1)
     few.nodes.report(2, phase=Phase.LEFT)
     failure = ended_by(few, 100.0)
@@ -250,7 +251,7 @@ def test_last_failure_is_the_reason_for_too_few_nodes_if_it_is_recent(attempt: A
 
 @pytest.mark.parametrize("why", ["old", "another"])
 def test_failure_that_is_old_or_of_another_node_is_not_the_reason(attempt: AttemptMaker, why: str) -> None:
-    few = attempt(resources=Resources(nodes="3"))
+    few = attempt(resources=resources_of(nodes="3"))
     few.fail(1)
     changes = {"phase": Phase.LEFT} if why == "old" else {"phase": Phase.FAILED, "detail": "gone"}
     few.nodes.report(2, **changes)

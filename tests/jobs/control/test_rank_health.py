@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpc.base.errors import UserError
+from hpc.base.units import Duration
 from jobs.control import rank_health
 from jobs.control.messages import RankHeartbeat
 from jobs.control.rank_health import COUNTED, UNWATCHED, StragglerDetector, find_hang, timeout_seconds
@@ -21,55 +21,53 @@ def of(*heartbeats: RankHeartbeat) -> dict[int, RankHeartbeat]:
 
 
 def test_timeout_follows_the_step_time() -> None:
-    assert timeout_seconds(heartbeat(0), "auto") == 60.0
-    assert timeout_seconds(replace(heartbeat(0), step_seconds=10.0), "auto") == 200.0
+    assert timeout_seconds(heartbeat(0), None) == 60.0
+    assert timeout_seconds(replace(heartbeat(0), step_seconds=10.0), None) == 200.0
     for phase in ("load", "step", "evaluate"):
-        assert timeout_seconds(heartbeat(0, phase=phase), "30s") == 30.0
-    with pytest.raises(UserError, match="--hang-timeout"):
-        timeout_seconds(heartbeat(0), "soon")
+        assert timeout_seconds(heartbeat(0, phase=phase), Duration(30)) == 30.0
 
 
 def test_start_first_step_and_saving_have_a_long_timeout() -> None:
     for patient in (heartbeat(0, phase="start"), heartbeat(0, phase="save"), replace(heartbeat(0), step_seconds=None)):
-        assert timeout_seconds(patient, "5s") == timeout_seconds(patient, "auto") == 900.0
+        assert timeout_seconds(patient, Duration(5)) == timeout_seconds(patient, None) == 900.0
 
 
 def test_script_that_may_be_evaluating_has_a_long_timeout_unless_its_user_gives_one() -> None:
     script = heartbeat(0, phase="script")
-    assert timeout_seconds(script, "auto") == timeout_seconds(replace(script, step_seconds=None), "auto") == 900.0
-    assert timeout_seconds(replace(script, step_seconds=60.0), "auto") == 1200.0
-    assert timeout_seconds(script, "30s") == 30.0
+    assert timeout_seconds(script, None) == timeout_seconds(replace(script, step_seconds=None), None) == 900.0
+    assert timeout_seconds(replace(script, step_seconds=60.0), None) == 1200.0
+    assert timeout_seconds(script, Duration(30)) == 30.0
 
 
 def test_ranks_that_move_do_not_hang() -> None:
-    assert find_hang({}, "auto") is None
-    assert find_hang(of(heartbeat(0, still=29.0), heartbeat(1, still=29.0)), "30s") is None
+    assert find_hang({}, None) is None
+    assert find_hang(of(heartbeat(0, still=29.0), heartbeat(1, still=29.0)), Duration(30)) is None
 
 
 def test_ranks_that_wait_for_one_that_saves_do_not_hang() -> None:
-    assert find_hang(of(heartbeat(0, still=31, phase="save"), heartbeat(1, still=31)), "30s") is None
-    assert find_hang(of(heartbeat(0, still=901, phase="save"), heartbeat(1, still=901)), "30s") is not None
+    assert find_hang(of(heartbeat(0, still=31, phase="save"), heartbeat(1, still=31)), Duration(30)) is None
+    assert find_hang(of(heartbeat(0, still=901, phase="save"), heartbeat(1, still=901)), Duration(30)) is not None
 
 
 def test_ranks_without_heartbeats_hang_only_if_the_user_asks_for_it() -> None:
-    def found(still: float, setting: str) -> str | None:
-        hang = find_hang(of(*(heartbeat(rank, still=still, phase=UNWATCHED) for rank in (0, 1))), setting)
+    def found(still: float, timeout: Duration | None) -> str | None:
+        hang = find_hang(of(*(heartbeat(rank, still=still, phase=UNWATCHED) for rank in (0, 1))), timeout)
         return hang.detail if hang else None
 
-    assert found(1e9, "auto") is None
-    assert (found(1199, "20m"), found(899, "10s")) == (None, None)
-    assert found(1201, "20m") == "no rank has used the processor, or read or written anything, for 1201 s"
+    assert found(1e9, None) is None
+    assert (found(1199, Duration(1200)), found(899, Duration(10))) == (None, None)
+    assert found(1201, Duration(1200)) == "no rank has used the processor, or read or written anything, for 1201 s"
 
 
 def test_ranks_without_heartbeats_wait_for_those_with_them() -> None:
-    found = find_hang(of(heartbeat(0, still=31), heartbeat(1, still=5, phase=UNWATCHED)), "30s")
+    found = find_hang(of(heartbeat(0, still=31), heartbeat(1, still=5, phase=UNWATCHED)), Duration(30))
     assert found is not None
     assert found.detail == "no rank has moved for 31 s: 1 in step after step 10"
 
 
 def test_ranks_whose_steps_are_counted_hang_together() -> None:
     def found(*ranks: RankHeartbeat) -> str | None:
-        hang = find_hang(of(*ranks), "30s")
+        hang = find_hang(of(*ranks), Duration(30))
         return hang.detail if hang else None
 
     late, later = heartbeat(0, still=31, phase=COUNTED), heartbeat(1, still=31, step=11, phase=COUNTED)
@@ -79,7 +77,7 @@ def test_ranks_whose_steps_are_counted_hang_together() -> None:
     evaluates, not_begun = replace(later, still_seconds=29.0), heartbeat(1, still=31, step=0, phase=UNWATCHED)
     assert found(late, evaluates) is None
     assert found(late, not_begun) is None, "a rank that has done no step may be far behind, or need none"
-    assert timeout_seconds(late, "auto") == 900.0
+    assert timeout_seconds(late, None) == 900.0
     reports = heartbeat(1, still=31, phase="script")
     assert found(replace(late, still_seconds=0.0), reports) == "no rank has moved for 31 s: 1 in script after step 10"
 
@@ -88,13 +86,11 @@ def test_stopped_process_hangs_in_every_phase() -> None:
     """`hpc drill hang` may stop a rank that saves: nobody should wait a quarter of an hour for it."""
     for phase in ("start", "save", "evaluate", "script", UNWATCHED):
         others = heartbeat(0, still=31, phase=phase)
-        found = find_hang(of(others, heartbeat(1, still=31, phase=phase, state="T")), "30s")
+        found = find_hang(of(others, heartbeat(1, still=31, phase=phase, state="T")), Duration(30))
         assert found is not None
         assert found.detail == "rank 1 is stopped, and the others wait for it"
-        assert find_hang(of(others, heartbeat(1, still=29, phase=phase, state="T")), "30s") is None
-    assert (
-        find_hang(of(heartbeat(0, phase="save"), heartbeat(1, still=61, phase="save", state="T")), "auto") is not None
-    )
+        assert find_hang(of(others, heartbeat(1, still=29, phase=phase, state="T")), Duration(30)) is None
+    assert find_hang(of(heartbeat(0, phase="save"), heartbeat(1, still=61, phase="save", state="T")), None) is not None
 
 
 OTHERS = "and the others wait for it"
@@ -131,7 +127,7 @@ OTHERS = "and the others wait for it"
 def test_rank_for_which_the_others_wait_is_named(
     heartbeats: tuple[RankHeartbeat, ...], rank: int | None, detail: str
 ) -> None:
-    found = find_hang(of(*heartbeats), "30s")
+    found = find_hang(of(*heartbeats), Duration(30))
     assert found is not None
     assert (found.rank, found.detail) == (rank, detail)
     assert found.unkillable == tuple(each.rank for each in heartbeats if each.state == "D")
@@ -140,18 +136,18 @@ def test_rank_for_which_the_others_wait_is_named(
 
 @pytest.mark.parametrize(("still", "hangs"), [(60.0, False), (60.25, True)])
 def test_rank_hangs_once_it_has_exceeded_its_limit(still: float, hangs: bool) -> None:
-    found = find_hang(of(heartbeat(0, still=still), heartbeat(1, still=61.0)), "auto")
+    found = find_hang(of(heartbeat(0, still=still), heartbeat(1, still=61.0)), None)
     assert (found is not None) is hangs
     assert found is None or found.seconds == 61.0, "of the one that has been still for longest"
 
 
 def test_only_rank_has_no_others_that_wait_for_it() -> None:
     for state, says in (("T", "is stopped"), ("t", "is stopped by a debugger"), ("D", "waits in the kernel for a ")):
-        found = find_hang(of(heartbeat(0, still=61, state=state)), "auto")
+        found = find_hang(of(heartbeat(0, still=61, state=state)), None)
         assert found is not None
         assert found.detail.startswith(f"rank 0 {says}")
         assert "others" not in found.detail
-    alone = find_hang(of(heartbeat(0, still=61)), "auto")
+    alone = find_hang(of(heartbeat(0, still=61)), None)
     assert alone is not None
     assert alone.detail == "no rank has moved for 61 s: 1 in step after step 10"
 

@@ -3,9 +3,9 @@
 import json
 
 import pytest
+from support.events import resources_of
 from support.reported_nodes import AttemptMaker, CoordinatedAttempt
 
-from hpc.run.spec import Resources
 from jobs.control.messages import Phase
 
 LOST_PEER = "RuntimeError: [pair.cc:561] Connection closed by peer [10.0.0.2]:22153"
@@ -13,14 +13,14 @@ LOST_PEER = "RuntimeError: [pair.cc:561] Connection closed by peer [10.0.0.2]:22
 
 def ended_early(attempt: AttemptMaker, restarts: int = 0) -> CoordinatedAttempt:
     """An attempt of three nodes, with a rank each, of which rank 1 has ended with exit code 0."""
-    early = attempt(resources=Resources(nodes="3", gpus_per_node="1"))
+    early = attempt(resources=resources_of(nodes="3", gpus_per_node="1"))
     early.start(ended=[1], restarts=restarts)
     early.poll()
     return early
 
 
 def test_each_start_of_all_ranks_is_recorded_once(attempt: AttemptMaker) -> None:
-    started = attempt(resources=Resources(nodes="3", gpus_per_node="1"))
+    started = attempt(resources=resources_of(nodes="3", gpus_per_node="1"))
     started.nodes.report(0, starts=())
     started.poll()
     assert started.events("ranks_started") == []
@@ -33,7 +33,7 @@ def test_each_start_of_all_ranks_is_recorded_once(attempt: AttemptMaker) -> None
 
 
 def test_restarted_ranks_have_started_only_after_the_failure_is_recorded(attempt: AttemptMaker) -> None:
-    failed = attempt(resources=Resources(nodes="3", gpus_per_node="1"))
+    failed = attempt(resources=resources_of(nodes="3", gpus_per_node="1"))
     failed.start()
     failed.poll()
     failed.start(restarts=1)
@@ -112,7 +112,7 @@ def test_hang_names_the_ranks_that_ended(attempt: AttemptMaker) -> None:
 
 
 def test_failure_is_handled_before_the_next_round_begins(attempt: AttemptMaker) -> None:
-    failed = attempt(resources=Resources(nodes="3", gpus_per_node="1"))
+    failed = attempt(resources=resources_of(nodes="3", gpus_per_node="1"))
     failed.nodes.report(2, phase=Phase.ENDED, exit_code=1)
     failed.fail(2)
     kinds = [json.loads(line)["event"] for line in failed.node.writer.path.read_text().splitlines()]

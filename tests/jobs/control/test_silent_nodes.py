@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from support.cluster import Command
+from support.events import resources_of
 from support.waiting import wait_for
 
-from hpc.run.spec import Resources
 from jobs.control import silent_nodes
 from jobs.control.silent_nodes import Patience
 from jobs.node_attempt import NodeAttempt
@@ -35,7 +35,7 @@ def seconds(node: NodeAttempt, slurm_command: Command, tmp_path: Path) -> Callab
         slurm_command("squeue", f"printf '{queue}'")
         asked = tmp_path / "asked"
         slurm_command("sinfo", f"until [ -e {asked} ]; do sleep 0.02; done\n{script}")
-        patience = Patience(replace(node, spec=replace(node.spec, resources=Resources(nodes="2"))))
+        patience = Patience(replace(node, spec=replace(node.spec, resources=resources_of(nodes="2"))))
         assert patience.seconds(["gpu02"]) == 45.0, "nobody waits for Slurm"
         asked.touch()
         wait_for(lambda: not any(thread.name == "patience" for thread in threading.enumerate()))
@@ -68,7 +68,9 @@ def test_nodes_that_the_job_cannot_use_shorten_nothing(node: NodeAttempt, slurm_
     slurm_command("scontrol", 'case "$*" in "show hostnames gpu0[3-4]") echo gpu03; echo gpu04;; esac')
     settings: list[tuple[str, dict[str, Any]]] = [("1:4", {}), ("2", {"exclude": "gpu0[3-4]"}), ("4", {})]
     patiences = [
-        Patience(replace(node, spec=replace(node.spec, resources=Resources(nodes=nodes, partition="big", **excluded))))
+        Patience(
+            replace(node, spec=replace(node.spec, resources=resources_of(nodes=nodes, partition="big", **excluded)))
+        )
         for nodes, excluded in settings
     ]
     for patience in patiences:

@@ -9,11 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.events import resources_of
 
 from hpc.base.errors import BadNodeError
 from hpc.base.kernel import children
 from hpc.run.nodedir import HeldNodeDir
-from hpc.run.spec import Recovery, Resources
+from hpc.run.spec import Recovery
 from jobs.control.channel import ControlServer
 from jobs.control.messages import Directive
 from jobs.node_attempt import NodeAttempt
@@ -77,7 +78,7 @@ def test_torchrun_of_the_next_round_waits_if_the_job_can_lose_a_node_and_has_the
     available = iter(gigabytes)
     monkeypatch.setattr("jobs.ranks.round.available_memory_bytes", lambda: next(available) * 2**30)
     earlier = set(children(os.getpid()))
-    spec = replace(node.spec, resources=Resources(nodes="1"), recovery=Recovery(spares=spares))
+    spec = replace(node.spec, resources=resources_of(nodes="1"), recovery=Recovery(spares=spares))
     hostnames = ("gpu01", "gpu02")[: 1 + spares]
     node = replace(node, spec=spec, allocation=replace(node.allocation, hostnames=hostnames))
     polls = []

@@ -87,7 +87,7 @@ def test_signals_and_cancellation_lose_no_step(site: Site) -> None:
     assert f"job {by_hand}: run paused was cancelled, so this job starts nothing: type hpc resume" in shown
     run.wait("the end of that job", lambda: not run.is_alive())
     answer = json.loads(site.hpc("resume", "paused", "--time=2h", "--json").stdout)
-    assert answer["changed"] == {"--time": "02:00:00"}
+    assert answer["changed"] == {"--time": "2h"}
     assert site.slurm("squeue", "--noheader", f"--jobs={answer['job_id']}", "--format=%l") == "2:00:00"
 
     status = run.wait_for_state("completed")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.cluster import Site, hpc
-from support.events import script_spec
+from support.events import resources_of, script_spec
 from support.fake_slurm import write_programs
 from support.forked_hpc import run_forked
 from test_findings import CONFIG, NODE, PARTITIONS
@@ -129,12 +129,12 @@ def srun_of(resources: Resources, runs_dir: Path, *names: str) -> list[str]:
 
 
 def test_srun_requests_the_resources_of_submit(tmp_path: Path) -> None:
-    resources = Resources(nodes="2", gpus_per_node="4", partition="gpu", account="me", time="10m", sbatch=("x=y",))
+    resources = resources_of(nodes="2", gpus_per_node="4", partition="gpu", account="me", time="10m", sbatch=("x=y",))
     argv = srun_of(resources, tmp_path, "gpu01", "gpu02")
     asked = {"--nodes=2", "--gpus-per-node=4", "--partition=gpu", "--account=me", "--nodelist=gpu01,gpu02", "--x=y"}
     assert asked <= set(argv)
     assert argv[-8:] == ["jobs.node_probe", "doctor", str(tmp_path), "/tmp", "4", "", "", "python3"]
-    without_gpus = srun_of(Resources(gpus_per_node="0", partition="cpu", time="10m"), tmp_path)
+    without_gpus = srun_of(resources_of(gpus_per_node="0", partition="cpu", time="10m"), tmp_path)
     assert "--cpus-per-task=1" in without_gpus
     assert not any(word.startswith("--gpu") for word in without_gpus)
     assert without_gpus[-4] == "0"

@@ -13,6 +13,7 @@ from support.staging_nodes import contents
 from torchrelay.checkpoint_files import list_checkpoints
 
 from hpc.base.files import read_json_lines
+from hpc.base.units import TimeLimit
 from hpc.run.events.resumption import current_spec
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
@@ -187,7 +188,7 @@ def test_settings_of_the_run_are_kept_unless_others_are_given(complete: Run) -> 
         spec.recovery, spec.network, replace(spec.resources, time=time),
     )  # fmt: skip
     other = options_of({**run, "setup": ["c"], "elastic": True, "time": "2h", "epochs": 30})
-    assert other.resources == replace(spec.resources, setup=("c",), time="2h")
+    assert other.resources == replace(spec.resources, setup=("c",), time=TimeLimit(7200))
     assert (other.recovery.elastic, other.train.epochs) == (True, 30)
 
 

@@ -76,7 +76,7 @@ def test_resumption_that_slurm_refuses_changes_nothing(site: Site) -> None:
     right = site.hpc("resume", "run", "--json", "--partition=urgent", "--time=2h", "--mem=100M")
     assert right.returncode == 0, right.stderr
     answer = json.loads(right.stdout)
-    assert answer["changed"] == {"--mem": "100M", "--partition": "urgent", "--time": "02:00:00"}
+    assert answer["changed"] == {"--mem": "100M", "--partition": "urgent", "--time": "2h"}
     assert current_spec(run.directory) == run.directory.revised_spec(1)
     assert site.slurm("squeue", "--me", "--noheader", "--format=%A %P %m") == f"{answer['job_id']} urgent 100M"
     run.cancel()

@@ -12,12 +12,11 @@ from typing import IO
 
 import pytest
 from support.cluster import ROOT
-from support.events import attempt_ended, claimed, interruption, rank_failed, recorded_run, write_events
+from support.events import attempt_ended, claimed, interruption, rank_failed, recorded_run, resources_of, write_events
 
 from hpc.commands.start import logs
 from hpc.run.events.ledger import Event
 from hpc.run.rundir import RunDir
-from hpc.run.spec import Resources
 from hpc.status.log_reader import Tail, merged, offset_of_last
 
 BLOCK = 2**17
@@ -26,7 +25,7 @@ BLOCK = 2**17
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     attempts = (claimed(None, number, nodes=("gpu01", "gpu02")) for number in (1, 2))
-    found = recorded_run(tmp_path / "r", *attempts, resources=Resources(nodes="2", gpus_per_node="4"))
+    found = recorded_run(tmp_path / "r", *attempts, resources=resources_of(nodes="2", gpus_per_node="4"))
     for number in (1, 2):
         found.attempt_logs(number).mkdir(parents=True)
     return found

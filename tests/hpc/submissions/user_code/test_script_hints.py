@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 import torchrelay
-from support.events import script_spec
+from support.events import resources_of, script_spec
 
-from hpc.run.spec import Resources
 from hpc.submissions.user_code.own_code import find_code
 from hpc.submissions.user_code.script_hints import hints
 
@@ -20,7 +19,7 @@ def told(directory: Path, text: str, *arguments: str, nodes: str = "2", **files:
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_text(content)
     code = find_code(directory, ("train.py", *arguments))
-    return "\n".join(hints(code, script_spec("train.py", resources=Resources(nodes=nodes, gpus_per_node="0"))))
+    return "\n".join(hints(code, script_spec("train.py", resources=resources_of(nodes=nodes, gpus_per_node="0"))))
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,13 @@ from pathlib import Path
 
 import pytest
 from support.cluster import Command
-from support.events import script_spec
+from support.events import resources_of, script_spec
 
 from hpc.base.errors import TorchrelayError
-from hpc.run.spec import Resources
-from hpc.slurm import client as slurm
-from hpc.slurm.sbatch_reply import StartEstimate, parse_estimate, refusal
+from hpc.slurm import sbatch_command
+from hpc.slurm.sbatch_command import StartEstimate, parse_estimate, refusal
 
-SPEC = script_spec(resources=Resources(partition="gpu", mem="640G", sbatch=("exclusive",)))
+SPEC = script_spec(resources=resources_of(partition="gpu", mem="640G", sbatch=("exclusive",)))
 
 
 MESSAGE = """\
@@ -78,7 +77,7 @@ def queued(tmp_path: Path, slurm_command: Command) -> Path:
 )
 def test_job_is_found_whatever_a_site_prints(queued: Path, slurm_command: Command, printed: str) -> None:
     slurm_command("sbatch", f"echo 8 > {queued.parent}/queued; {printed}")
-    assert slurm.submit(queued, []) == "8"
+    assert sbatch_command.submit(queued, []) == "8"
 
 
 @pytest.mark.parametrize(
@@ -95,7 +94,7 @@ def test_without_a_job_no_number_is_taken_for_one(
 ) -> None:
     slurm_command("sbatch", printed)
     with pytest.raises(TorchrelayError, match=told):
-        slurm.submit(queued, [])
+        sbatch_command.submit(queued, [])
 
 
 @pytest.mark.parametrize("printed", [f"echo '{BANNER}'; echo {REPLY}", "echo '8;cluster'"])
@@ -105,4 +104,4 @@ def test_reply_counts_if_squeue_lists_no_new_job(
 ) -> None:
     slurm_command("squeue", squeue)
     slurm_command("sbatch", printed)
-    assert slurm.submit(queued, []) == "8"
+    assert sbatch_command.submit(queued, []) == "8"
