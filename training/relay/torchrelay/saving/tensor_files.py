@@ -14,10 +14,10 @@ import mmap
 import os
 import weakref
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from .shards import Block, Part, copy_common
 
@@ -52,19 +52,15 @@ def dtype_named(text: str) -> dtype:
     return found
 
 
-@dataclass(frozen=True)
-class SavedTensor:
+class SavedTensor(NamedTuple):
     """A tensor, or a shard of one, in a file."""
 
     kind: dtype
     block: Block
-    begin: int = field(repr=False)
+    begin: int
     """Position of its first byte, counted from the end of the header."""
-
-    @property
-    def end(self) -> int:
-        """Position after its last byte."""
-        return self.begin + math.prod(self.block.shape) * self.kind.itemsize
+    end: int
+    """Position after its last byte."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +74,8 @@ class TensorLayout:
         """Return the layout for tensors. Large elements come first, so all are aligned."""
         saved, end = dict[str, SavedTensor](), 0
         for name, (kind, block) in sorted(tensors.items(), key=lambda one: (-one[1][0].itemsize, one[0])):
-            saved[name] = SavedTensor(kind, block, end)
-            end = saved[name].end
+            begin, end = end, end + math.prod(block.shape) * kind.itemsize
+            saved[name] = SavedTensor(kind, block, begin, end)
         return cls(saved)
 
     @classmethod
@@ -93,7 +89,7 @@ class TensorLayout:
             shape = tuple(entry["shape"])
             offset = tuple(offsets.get(name, {}).get(_OFFSETS, (0,) * len(shape)))
             block = Block(offset=offset, shape=shape, whole=tuple(shapes.get(name, shape)))
-            saved[name] = SavedTensor(dtype_named(_NAMES[entry["dtype"]]), block, entry["data_offsets"][0])
+            saved[name] = SavedTensor(dtype_named(_NAMES[entry["dtype"]]), block, *entry["data_offsets"])
         return cls(saved)
 
     @cached_property
@@ -115,7 +111,7 @@ class TensorLayout:
         text += b" " * (-(8 + len(text)) % _ALIGNMENT)
         return len(text).to_bytes(8, "little") + text
 
-    @property
+    @cached_property
     def size_bytes(self) -> int:
         """The bytes of the file."""
         return len(self.header) + max((saved.end for saved in self.tensors.values()), default=0)
