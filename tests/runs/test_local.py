@@ -61,7 +61,6 @@ def test_two_pretended_nodes_train(site: Site) -> None:
     assert status["steps_lost"] == 0
     hours = status["gpu_hours"]
     assert 0 < hours["productive"] < hours["allocated"] == pytest.approx(4 * status["elapsed_seconds"] / 3600, rel=0.1)
-    assert "[c10d]" not in (site.path / "runs" / status["run"] / "logs/attempt-001/rank-00.log").read_text()
     lines = [line for line in json.loads(site.hpc("logs", status["run"], "--json").stdout) if "rank" in line]
     assert lines
 

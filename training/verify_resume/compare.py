@@ -18,6 +18,8 @@ from hpc.run.rundir import MODEL_WEIGHTS, RunDir
 # Fields of records that describe an attempt and its speed, not the training.
 OF_THE_ATTEMPT = {"time", "attempt", "images_per_second", "train_seconds", "spent_seconds", "seconds"}
 OF_THE_ATTEMPT |= {"data_wait_share", "memory_bytes", "allreduce_seconds", "allreduce_wait_share"}
+# The object of a state that describes the ranks which computed it. On other nodes, the same steps have other ranks.
+_NUMERICS = "numerics"
 # Largest relative difference of losses that the order of float32 sums can cause in a training.
 _LOSS_TOLERANCE = 0.01
 
@@ -53,6 +55,8 @@ def _states(one: Path, other: Path) -> Iterator[ComparedPart]:
     """Yield the compared parts of two checkpoints: the tensors and the other values of each object."""
     (tensors, values), (other_tensors, other_values) = map(read_state, (one, other))
     for key, value in values["objects"].items():
+        if key == _NUMERICS:
+            continue
         name = key.replace("_", " ")
         both = (
             {path: part for path, part in whole.items() if path.startswith(f"{key}/")}
