@@ -73,7 +73,7 @@ class EvaluateOptions(SubmitOptions):
     you do not give, such as --partition and --gpus-per-node, are those of the evaluated run.
     """
 
-    program: Annotated[ClassifierFlags | None, INTERNAL] = None  # type: ignore[assignment]  # `evaluate` makes it
+    program: Annotated[Any, INTERNAL] = None  # `evaluate` makes it
     run: Annotated[str, POSITIONAL]
     """Directory or name of a run, which may still be running, or a file of hpc export."""
     checkpoint: Annotated[str, Flag(metavar="WHICH")] = "best"
