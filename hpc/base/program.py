@@ -238,7 +238,8 @@ def _parser(options: Sequence[type[Any]], prog: str, shown: Help | None = None) 
         new = [flag for flag in (flags(group) if group else [field]) if flag.name not in added]
         added |= {flag.name for flag in new}
         about = _wrapped(group.__doc__, width - 2) if shown and group and new else None
-        container = parser.add_argument_group(field.name.replace("_", " "), about) if group else parser
+        title = getattr(group, "TITLE", field.name.replace("_", " "))
+        container = parser.add_argument_group(title, about) if group else parser
         for flag in new:
             text = _wrapped(_help_of(flag, texts.get(flag.name, ""), shown), width - _INDENT) if shown else None
             add_flag(container, flag, text)

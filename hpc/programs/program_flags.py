@@ -60,6 +60,8 @@ class ProgramFlags(ABC):
 
     KIND: ClassVar[str]
     """The value of `Program.built_in`: empty for a user's own script."""
+    TITLE: ClassVar[str]
+    """The title of the flags in the help."""
     ADJUSTABLE: ClassVar[type[Any]]
     """The dataclass of the flags that `hpc resume` may set."""
 

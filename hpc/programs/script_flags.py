@@ -50,6 +50,7 @@ class ScriptFlags(ScriptRequest, ProgramFlags):
     """The flags of a user's own script, and its words."""
 
     KIND: ClassVar[str] = ""
+    TITLE: ClassVar[str] = "own script"
     ADJUSTABLE: ClassVar[type[Any]] = NoFlags
 
     script: Annotated[tuple[str, ...], INTERNAL] = ()

@@ -58,10 +58,11 @@ class ClassifierRequest(_OfSubmission, TrainConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifierFlags(_OfSubmission, ProgramFlags):
-    """The flags of the image classifier."""
+    """Flags of the training of the built-in image classifier."""
 
     KIND: ClassVar[str] = "classifier"
     MODULE: ClassVar[str] = "training"
+    TITLE: ClassVar[str] = "image classifier"
     ADJUSTABLE: ClassVar[type[Any]] = Adjustable
 
     train: TrainConfig

@@ -35,7 +35,7 @@ def test_help_is_short_fits_80_columns_and_names_each_recipe(brief: str) -> None
 
 
 def test_flags_of_a_script_come_before_those_of_the_classifier(brief: str) -> None:
-    assert brief.index("\nown script:\n") < brief.index("\ntrain:\n")
+    assert brief.index("\nown script:\n") < brief.index("\nimage classifier:\n")
 
 
 def test_help_all_shows_all_flags(brief: str) -> None:
