@@ -139,30 +139,3 @@ def test_ranks_have_the_variables_of_slurm_as_if_srun_had_started_each(ordinary_
         ours, own = (json.loads((ordinary_user.path / directory / rank).read_text()) for directory in ("ours", "srun"))
         expected = {name: value for name, value in own.items() if name.removeprefix("SLURM_") not in DIFFERS}
         assert {name: ours.get(name) for name in expected} == expected
-
-
-# A script that reports nothing, and one that reports its steps without saving them.
-ENDLESS_SCRIPT = """
-import sys, time
-import torch, torch.distributed as dist
-from torchrelay import report
-
-dist.init_process_group("gloo")
-for step in range(100_000):
-    dist.all_reduce(torch.ones(1))
-    if sys.argv[1] == "reports":
-        report(step=step, loss=1.0)
-    time.sleep(0.1)
-"""
-
-
-@pytest.mark.parametrize("what", ["reports", "nothing"])
-def test_drill_ends_when_a_script_without_state_trains_again(ordinary_user: Site, what: str) -> None:
-    add_script(ordinary_user, "endless.py", ENDLESS_SCRIPT)
-    run = ordinary_user.submit(*TWO_NODES, "--name=drilled", "--", "endless.py", what)
-    for kind, cause in (("worker-kill", "crashed"), ("preempt", "preempted")):
-        drilled = ordinary_user.hpc("drill", "drilled", kind, "--yes", "--json")
-        assert drilled.returncode == 0, drilled.stderr
-        answer = json.loads(drilled.stdout)
-        assert (answer["state"], [one["cause"] for one in answer["interruptions"]]) == ("running", [cause])
-    run.cancel()
