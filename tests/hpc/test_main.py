@@ -9,7 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from support.cluster import hpc, tiny_data
+from support.cluster import hpc
 
 import hpc as hpc_package
 from hpc.__main__ import PROGRAMS, VERBS
@@ -37,19 +37,6 @@ def test_every_verb_answers_help_without_the_names_of_types(verb: str, tmp_path:
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"usage: hpc {verb}")
     assert not re.search(r"\b(STR|FLOAT|INT(?!, ))\b", done.stdout)
-
-
-@pytest.mark.parametrize(("verbs", "runs"), [("cancel report sync", "RUN [RUN ...]"), ("clean status", "[RUN ...]")])
-def test_usage_says_how_many_runs_a_verb_takes(verbs: str, runs: str, tmp_path: Path) -> None:
-    for verb in verbs.split():
-        usage = hpc(verb, "--help", cwd=tmp_path).stdout.splitlines()[0]
-        assert re.findall(r"\[?RUN\b.*?\.\.\.\]", usage) == [runs]
-
-
-def test_help_names_the_version_and_ends_with_an_example(tmp_path: Path) -> None:
-    shown = hpc("--help", cwd=tmp_path).stdout
-    assert "hpc --version" in shown
-    assert shown.splitlines()[-1].startswith("  hpc submit ")
 
 
 # All verbs start alike, and so do all programs. That one imports torch, which takes a while.
@@ -104,13 +91,6 @@ def test_older_python_is_told_which_one_is_needed(
         hpc_package._prepare_verb()  # noqa: SLF001  # a process of an older Python cannot be had
     assert stopped.value.code == 2
     assert capsys.readouterr().err == f"torchrelay needs Python 3.11 or newer, and {sys.executable} is Python 3.9\n"
-
-
-@pytest.mark.slow
-def test_processes_of_a_program_start_beside_packages_of_the_same_names(beside_other_packages: Path) -> None:
-    data = tiny_data(beside_other_packages / "data", train=300, test=60)
-    done = type_hpc(beside_other_packages, "verify", f"--data={data}", "--epochs=1", "--batch-size=100", "--cuts=1")
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_help_names_all_commands_and_explains_one(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from support.attacks import attack
-from support.cluster import ENDLESS, SMALL_BATCH, Run, Site, add_script, commands, parent, ranks_of, refused, tiny_data
+from support.cluster import ENDLESS, Run, Site, add_script, commands, parent, ranks_of, refused, tiny_data
 from support.events import records_in
 
 from hpc.base.kernel import process_state
@@ -48,22 +48,6 @@ def listening_ports(process: Path) -> set[int]:
     tables = ((process / "net" / name).read_text().splitlines()[1:] for name in ("tcp", "tcp6"))
     rows = (line.split() for table in tables for line in table)
     return {int(row[1].split(":")[1], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets}
-
-
-def test_two_pretended_nodes_train(site: Site) -> None:
-    arguments = ("--data=data", LOCAL, "--nodes=2", "--gpus-per-node=2", *SMALL_BATCH, "--epochs=3")
-    done = site.hpc("submit", *arguments, "--wait", "--json")
-    assert done.returncode == 0, done.stderr + done.stdout
-    status = json.loads(done.stdout)["status"]
-    assert (status["state"], status["world_size"], status["attempt"]) == ("completed", 4, 1)
-    assert status["device"] == "CPU"
-    assert status["test_accuracy"] > 0.5
-    assert status["steps_lost"] == 0
-    hours = status["gpu_hours"]
-    assert 0 < hours["productive"] < hours["allocated"] == pytest.approx(4 * status["elapsed_seconds"] / 3600, rel=0.1)
-    assert "[c10d]" not in (site.path / "runs" / status["run"] / "logs/attempt-001/rank-00.log").read_text()
-    lines = [line for line in json.loads(site.hpc("logs", status["run"], "--json").stdout) if "rank" in line]
-    assert lines
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """Words of a command line, of files and of Python become the values of a dataclass, or are refused with a reason."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -111,12 +109,3 @@ def test_what_must_be_given_is_asked_for() -> None:
 def test_flags_of_another_program_are_read_to_be_refused() -> None:
     assert program.read((submit_flags(("a.py",)), submit_flags()), ["--lr=1"], "x") == {"lr": "1"}
     assert program.read((ResumeOptions, TrainConfig), ["r", "--lr=1"], "x") == {"run": "r", "lr": "1"}
-
-
-@pytest.mark.parametrize("module", ["hpc.submit", "training"])
-def test_every_program_answers_in_one_line(module: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", module, "--data=x", "--max-epochs", "3"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.endswith(": there is no flag --max-epochs: did you mean --epochs?\n")
-    assert done.stderr.count("\n") == 1

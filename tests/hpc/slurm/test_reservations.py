@@ -49,15 +49,6 @@ def spec(slurm_command: Command) -> RunSpec:
     return script_spec("a.py", cluster="slurm", resources=Resources(time="1d"))
 
 
-def test_limit_ends_before_the_reservation(spec: RunSpec) -> None:
-    shorter = shorter_limit(spec)
-    assert shorter
-    assert 327 <= shorter.minutes <= 329
-    assert shorter.options == [f"--time={shorter.minutes}", "--time-min=15"]
-    assert "reservation works begins at" in str(shorter)
-    assert str(shorter).endswith("instead of 1-00:00:00")
-
-
 @pytest.mark.parametrize(
     "changes",
     [{"time": "5h"}, {"time_min": "6h"}, {"sbatch": ("reservation=works",)}, {"nodes": "3"}],

@@ -34,10 +34,6 @@ def test_help_is_short_fits_80_columns_and_names_each_recipe(brief: str) -> None
     assert [name for name in recipes() if name not in brief] == []
 
 
-def test_flags_of_a_script_come_before_those_of_the_classifier(brief: str) -> None:
-    assert brief.index("own-script options") < brief.index("train options")
-
-
 def test_help_all_shows_all_flags(brief: str) -> None:
     assert {"nodes", "partition", "time", "elastic", "data", "lr", "recipe", "help-all"} <= flags_in(brief)
     fields = [*program.flags(submit_flags()), *program.flags(submit_flags(("a.py",)))]

@@ -145,29 +145,6 @@ def test_reports_of_tasks_that_print_at_the_same_time() -> None:
     assert read_reports("") == []
 
 
-@pytest.mark.slow
-def test_node_that_does_not_see_the_runs_directory_inspects_itself(tmp_path: Path) -> None:
-    clients = answer(tmp_path, squeue="", sinfo="", scontrol="", scancel="")
-    (clients / "timeout").symlink_to("/usr/bin/timeout")
-    allocation = {
-        "SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": str(os.getpid()), "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
-        "SLURM_NODEID": "0", "SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "localhost",
-        "CUDA_VISIBLE_DEVICES": "", "PATH": str(clients),
-    }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "jobs.node_probe", "/nonexistent", "/tmp", "1", "", "", sys.executable],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT), **allocation}, capture_output=True, text=True,
-        check=True,
-    )  # fmt: skip
-    report = json.loads(done.stdout)
-    assert report["name"] == "localhost"
-    assert report["sees_runs"] is False
-    assert (report["world_size"], report["device"], report["problem"]) == (1, "CPU", "")
-    assert report["stage_gb_per_second"] > 0
-    assert report["runs_gb_per_second"] is None
-    assert report["slurm_error"] == "sbatch: not on the PATH"
-
-
 @contextmanager
 def slow_link(node: str) -> Iterator[None]:
     """Limit what the node sends to 100 megabits per second."""

@@ -18,9 +18,8 @@ from support.events import script_spec
 from support.staging_nodes import stage
 
 from hpc.base.errors import TorchrelayError, UserError
-from hpc.report.command import submit_command
 from hpc.run.rundir import RunDir
-from hpc.submissions.user_python.environment_archive import DIRECTORY, Progress, find_or_make, portable_script
+from hpc.submissions.user_python.environment_archive import DIRECTORY, Progress, find_or_make
 from jobs.ranks.round import activated_environment
 from jobs.staging.unpack_environment import make_link
 
@@ -64,11 +63,6 @@ def test_byte_code_and_scripts_work_in_the_copy(venv: Path, tmp_path: Path) -> N
     environment = {"PATH": f"{copy / 'bin'}:/usr/bin:/bin"}
     output = subprocess.run(["tool", "a b"], env=environment, capture_output=True, text=True, check=True).stdout
     assert output == f"{copy} ['a b']\n"
-
-
-def test_other_files_stay_as_they_are() -> None:
-    for content in (b"#!/bin/sh\necho\n", b"\x7fELF\x00", b"", b"#!/opt/other/bin/python\n"):
-        assert portable_script(content, Path("/venv")) == content
 
 
 def test_link_to_a_file_of_a_cache_is_packed_as_the_file(venv: Path, tmp_path: Path) -> None:
@@ -218,11 +212,6 @@ def test_old_archives_that_no_run_needs_are_removed(venv: Path, tmp_path: Path) 
     current = pack(venv, tmp_path)
     assert left(tmp_path) == sorted(archive.name for archive in (waiting, recent, current))
     assert not unused.exists()
-
-
-def test_flag_is_a_part_of_the_command_that_submits_again() -> None:
-    assert "--stage-env" in submit_command(script_spec(stage_env="/runs/a.tar.zst"))
-    assert "--stage-env" not in submit_command(script_spec())
 
 
 def submit_by(python: str, cwd: Path, **environment: str) -> "subprocess.CompletedProcess[str]":

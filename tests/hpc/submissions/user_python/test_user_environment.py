@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 from support.cluster import Site
 from support.environments import BASE, ROOT, SITE
-from support.events import script_spec
 
 from hpc.base.errors import UserError
-from hpc.report.command import submit_command
 from hpc.submissions.user_python import user_environment
 from hpc.submissions.user_python.user_environment import check, resolve
 from jobs.ranks.round import activated_environment, is_environment
@@ -174,11 +172,6 @@ def test_active_environment_is_the_default(venv: Path, variable: str) -> None:
         shown = site.hpc(*words, "--", "my.py", **others)
         assert shown.stderr.splitlines()[0].endswith(f", with {sys.executable}"), "that of hpc"
     assert site.hpc("submit", "--cluster=local", "--dry-run", **{variable: str(venv)}).returncode == 0, "our trainer"
-
-
-def test_it_is_a_part_of_the_command_that_submits_again() -> None:
-    spec = script_spec(python="/env/bin/python", container="/images/a.sif")
-    assert {"--python=/env/bin/python", "--container=/images/a.sif"} <= set(submit_command(spec))
 
 
 def test_an_environment_of_conda_is_active_as_one(tmp_path: Path) -> None:
