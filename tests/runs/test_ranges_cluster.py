@@ -29,9 +29,3 @@ def test_run_on_a_range_of_nodes(site: Site) -> None:
         r"rank (\d+) of 6 on (gpu\d+)$", site.hpc("logs", str(run.directory.path)).stdout, re.MULTILINE
     )
     assert sorted(printed) == sorted((str(rank), name) for rank, name in enumerate(NODES))
-
-
-def test_nodes_do_not_fill_the_kernels_table_of_neighbours(site: Site) -> None:
-    known = site.slurm("srun", "--nodelist=gpu032", "ip", "neighbour", "show", "nud", "permanent").splitlines()
-    assert "10.77.0.1 dev eth0 lladdr 02:00:00:00:00:01 PERMANENT" in [line.strip() for line in known]
-    assert "link/ether 02:00:00:00:00:01 " in site.slurm("srun", "--nodelist=gpu001", "ip", "link", "show", "eth0")

@@ -22,8 +22,7 @@ run, rank, told = Path(os.environ["TORCHRELAY_RUN_DIR"]), os.environ["RANK"], []
 attempt = int(os.environ["TORCHRELAY_ATTEMPT"])
 for name in ("TERM", "USR1", "USR2", "INT", "HUP"):
     signal.signal(getattr(signal, "SIG" + name), signal.SIG_IGN)
-if handled != "none":
-    signal.signal(getattr(signal, "SIG" + handled), lambda number, _: told.append(number))
+signal.signal(getattr(signal, "SIG" + handled), lambda number, _: told.append(number))
 saved = run / f"saved-{rank}"
 step = begin = int(saved.read_text()) if saved.exists() else 0
 (run / "metrics").mkdir(exist_ok=True)
@@ -63,18 +62,6 @@ def test_scripts_are_stopped_by_the_signal_that_they_handle(ordinary_user: Site)
             steps = counted(run, rank)
             assert steps == list(range(1, len(steps) + 1)), "no step was lost"
         assert not run.events("interruption")
-
-
-def test_script_that_ignores_every_signal_is_killed_after_the_grace_and_requeued(ordinary_user: Site) -> None:
-    add_script(ordinary_user, "counts.py", COUNTS)
-    run = ordinary_user.submit(*ONE_NODE, "--grace-period=3s", "--", "counts.py", "none", "0")
-    run.wait("steps", lambda: len(counted(run, 0)) >= 5)
-    ordinary_user.slurm("scancel", "--signal=USR2", f"{run.job_id}.0")
-    run.wait_for_next_job()
-    first = len(counted(run, 0))
-    status = run.wait_for_state("completed")
-    assert [attempt["cause"] for attempt in status["attempts"]] == ["time_limit", "completed"]
-    assert counted(run, 0)[first:] == list(range(1, 21)), "it has saved nothing"
 
 
 def test_preempted_script_with_start_once_gets_no_other_job(ordinary_user: Site) -> None:
