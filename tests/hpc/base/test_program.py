@@ -44,10 +44,8 @@ def test_words_are_read(options: type[Any], words: tuple[str, ...], values: dict
     ("words", "message"),
     [
         (("--epoch", "3"), "there is no flag --epoch: did you mean --epochs?"),
-        (("--max_epochs=3",), "there is no flag --max_epochs: did you mean --epochs?"),
         (("--no-epochs",), "there is no flag --no-epochs"),
         (("-x", "a"), "there is no flag -x: use --exclude instead"),
-        (("-n", "8"), "there is no flag -n: use --nodes and --gpus-per-node instead"),
         (("--gres=gpu:4",), "there is no flag --gres: use --gpus-per-node 4 or a100:4 for GPUs"),
         (("--mail-type=END",), "there is no flag --mail-type: use --sbatch mail-type=VALUE"),
         (("--time", "--elastic"), "--time has no value"),

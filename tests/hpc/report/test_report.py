@@ -348,16 +348,6 @@ def test_sample_that_is_no_image_is_not_shown(whole: RunDir, tmp_path: Path) -> 
     assert "final/samples.json cannot be read: an image is damaged." in html
 
 
-def test_many_classes_are_summarized(whole: RunDir, tmp_path: Path) -> None:
-    run = copied(whole, tmp_path)
-    labels = torch.arange(40).repeat(10)
-    predicted = torch.cat([labels[:-40], (labels[-40:] + 1) % 40])
-    run.confusion.write_text(confusion_csv(labels, predicted, tuple(f"class {number}" for number in range(40))))
-    html = report(run.path).html
-    assert "The 20 classes with the lowest accuracy" in headings(html)
-    assert 'class="matrix"' not in html
-
-
 def test_figures_have_descriptions_for_those_who_cannot_see_them(page: Written) -> None:
     labels = re.findall(r'<div class="plot" [^>]*role="img" aria-label="([^"]*)"', page.html)
     assert len(labels) == len(FIGURES)

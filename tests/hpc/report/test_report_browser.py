@@ -1,4 +1,4 @@
-"""The report in a real browser: dark and light, on a desk and on a phone, pointed at, zoomed, without a network."""
+"""The report in a real browser: dark and light, on a desk and on a phone, pointed at, without a network."""
 
 import io
 import json
@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from playwright.sync_api import Browser, Page
 from support.browser import DRAWN, chromium, wait_until
-from support.reported_runs import complete, completed_run, pending_run, report, running_run, spec_of
+from support.reported_runs import completed_run, pending_run, report, running_run, spec_of
 
 from hpc.base.files import append_json_line
 
@@ -172,31 +172,3 @@ def test_interruptions_say_what_they_were_and_the_axis_is_chosen_for_all_figures
         assert {field.removesuffix("_from") for _, field, _ in shown["fields"]} == {axis}
         assert shown["range"][1] == pytest.approx(1.02 * largest, rel=0.01)
     assert labels == {"step": "step", "time": "minutes since the start", "epoch": "epoch"}
-
-
-@pytest.mark.slow
-def test_a_zoomed_page_stays_and_another_reloads_itself(page: Page, tmp_path: Path) -> None:
-    run = running_run(tmp_path / "r")
-    path = report(run.path).path
-    page.clock.install()
-    open_page(page, path)
-    page.select_option("[data-control=axis]", "epoch")
-    whole = page.evaluate(SHOWN)["range"]
-    page.locator("#plot-0").scroll_into_view_if_needed()
-    page.mouse.move(*page.evaluate(PLACE, 1.0))
-    page.mouse.down()
-    page.mouse.move(*page.evaluate(PLACE, 2.0), steps=5)
-    page.mouse.up()
-    wait_until(page, f"Bokeh.documents[0].roots()[1].x_range.end < {whole[1]}")
-    assert page.evaluate(SHOWN)["range"] == pytest.approx([1.0, 2.0], abs=0.05)
-    complete(run)
-    report(run.path)
-    page.clock.fast_forward(31_000)
-    assert page.locator(".pill").inner_text() == "running", "the reader is looking at something"
-    page.evaluate("Bokeh.documents[0].roots()[0].reset.emit()")
-    wait_until(page, f"Bokeh.documents[0].roots()[1].x_range.end === {whole[1]}")
-    with page.expect_navigation():
-        page.clock.fast_forward(31_000)
-    assert page.locator(".pill").inner_text() == "completed"
-    wait_until(page, DRAWN)
-    assert page.evaluate(SHOWN)["label"] == "epoch", "what was chosen stays"

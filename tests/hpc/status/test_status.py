@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 from rich.console import Console
-from support.cluster import hpc
 from support.events import (
     attempt_ended,
     claimed,
@@ -190,14 +189,6 @@ def test_model_is_named_where_there_is_one(run: RunDir, final: bool, capsys: Cap
 def test_completed_run_without_interruptions_says_so(tmp_path: Path, capsys: Capture) -> None:
     run = recorded_run(tmp_path / "r", submitted(0.0), claimed(1.0), attempt_ended(9.0))
     assert re.search(r"^interrupted  0 *$", printed(capsys, str(run.path)), re.MULTILINE)
-
-
-@pytest.mark.parametrize("columns", ["80", None])
-def test_table_in_a_pipe_respects_columns(columns: str | None, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)
-    done = hpc("status", "--runs-dir", str(run.path.parent), **({"COLUMNS": columns} if columns else {}))
-    titles = ALL_TITLES.split()[:11] if columns else ALL_TITLES.split()
-    assert done.stdout.splitlines()[0].split() == titles
 
 
 def progress_shown(run: RunDir, *, in_terminal: bool) -> str:

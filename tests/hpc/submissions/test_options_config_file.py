@@ -10,7 +10,7 @@ from hpc.base.errors import UserError
 from hpc.base.flag_files import with_files
 from hpc.submissions.options import flag_names, submit_flags
 from training.config import command_line
-from training.config.command_line import preset, recipe_path, recipes
+from training.config.command_line import preset, recipes
 from training.config.model_names import check_model, torchvision_weights
 from training.config.train_config import TrainConfig
 
@@ -86,15 +86,6 @@ def test_a_file_overrides_its_recipe_and_the_command_line_both(tmp_path: Path) -
     assert (train.model, train.epochs, train.freeze_backbone, train.lr) == ("vgg19", 3, False, 0.7)
     other = training(*in_file(tmp_path, text, "--recipe=cifar", "--data=/cifar"))
     assert (other.model, other.epochs) == ("resnet20", 3)
-
-
-def test_a_copy_of_a_recipe_can_be_given_as_a_file(tmp_path: Path) -> None:
-    for name in recipes():
-        text = recipe_path(name).read_text()
-        copied = settings(*in_file(tmp_path, text))
-        assert copied.items() - {"config": copied["config"]}.items() == (
-            settings(f"--recipe={name}").items() - {"recipe": name}.items()
-        )
 
 
 def test_training_that_names_no_data_gets_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The help of `hpc submit`: short, with all flags on request; and of the verbs whose defaults are those of a run."""
+"""The help of `hpc submit`: short, with all flags on request."""
 
 import re
 
@@ -12,8 +12,8 @@ from training.config.command_line import recipes
 _MOST_LINES = 120
 
 
-def printed(flag: str, verb: str = "submit") -> str:
-    done = hpc(verb, flag, COLUMNS="80")
+def printed(flag: str) -> str:
+    done = hpc("submit", flag, COLUMNS="80")
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -38,14 +38,3 @@ def test_help_all_shows_all_flags(brief: str) -> None:
     assert {"nodes", "partition", "time", "elastic", "data", "lr", "recipe", "help-all"} <= flags_in(brief)
     fields = [*program.flags(submit_flags()), *program.flags(submit_flags(("a.py",)))]
     assert flags_in(printed("--help-all")) == {field.name.replace("_", "-") for field in fields}
-
-
-@pytest.mark.parametrize("verb", ["resume", "fork"])
-def test_help_shows_no_defaults_of_what_a_run_has_nor_what_is_refused(verb: str) -> None:
-    lines = printed("--help", verb)
-    assert max(map(len, lines.splitlines())) <= 80, "the description is wrapped"
-    text = re.sub(r"[\s│]+", " ", lines)
-    assert text.count("Flags that you leave out") == 1
-    assert not re.search("default:", text.partition("resources options")[2], re.IGNORECASE)
-    assert "(default: runs)" in text
-    assert not {"config", "recipe"} & flags_in(lines)

@@ -21,12 +21,10 @@ from test_findings import CONFIG, NODE, PARTITIONS
 
 from hpc.base.files import append_json_line
 from hpc.cluster.doctor.node_job import read_reports, srun_argv
-from hpc.commands.cluster.doctor import DoctorOptions, find_run
 from hpc.run.rundir import RunDir
 from hpc.run.spec import Resources
 from hpc.slurm.client import TESTBED_DIRECTORY
 
-ROOT = Path(__file__).parents[4]
 ANSWERS = {
     "scontrol": ('case "$*" in\n*partition) cat partitions;;\n*config) cat config;;\n*) exit 1;;\nesac\n'),
     "sbatch": "exit 1\n",
@@ -81,15 +79,6 @@ def test_recorded_cluster(tmp_path: Path, recorded: Path) -> None:
     assert found["SlurmdTimeout"]["severity"] == "note"
 
 
-def test_notes_are_no_failure_and_are_counted(shared: Path, recorded: Path) -> None:
-    done = doctor(shared, recorded)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "SlurmdTimeout=300 s" in done.stdout
-    assert "AllocNodes" not in done.stdout
-    notes = [one for one in findings(doctor(shared, recorded, "--json")).values() if one["severity"] == "note"]
-    assert done.stdout.splitlines()[-1].startswith(f"no problems, {len(notes)} notes")
-
-
 def test_silent_controller_is_one_finding(tmp_path: Path, recorded: Path) -> None:
     answer(recorded, scontrol=SILENT)
     done = doctor(tmp_path, recorded, "--json")
@@ -116,14 +105,6 @@ def test_default_number_of_nodes_measures_no_node(tmp_path: Path) -> None:
     (tmp_path / "torchrelay.yaml").write_text("nodes: 2\n")
     done = run_forked(["doctor"], tmp_path, {"PATH": "/nonexistent", "XDG_CONFIG_HOME": str(tmp_path)})
     assert done.returncode == 0, done.stderr
-
-
-def test_newest_run_that_has_saved_is_the_default(tmp_path: Path) -> None:
-    new_run(tmp_path, "older", save_seconds=9.0)
-    saved = new_run(tmp_path, "newer", save_seconds=3.0)
-    new_run(tmp_path, "newest")
-    assert find_run(DoctorOptions(runs_dir=tmp_path)) == saved
-    assert find_run(DoctorOptions(runs_dir=tmp_path / "none")) is None
 
 
 def test_srun_requests_the_resources_of_submit() -> None:

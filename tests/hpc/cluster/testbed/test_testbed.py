@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cluster import need
 from support.waiting import wait_for
 
 from hpc.cluster.testbed import daemons, layout
@@ -225,13 +224,3 @@ def test_mistakes_are_answered_in_a_line_that_helps(box: Box) -> None:
     assert call(*box, *testbed_verb, "down") == f"ended the testbed of {layout.ROOT}"
     assert call(*box, *testbed_verb, "down") == f"there is no testbed in {layout.ROOT}"
     assert "hpc.testbed up" in fails(*box, *testbed_verb, "revive-node", "gpu01")
-
-
-def test_accounting_remembers_how_a_job_ended(box: Box) -> None:
-    need("slurmdbd", "mariadbd")
-    type_testbed("up", *SMALL, "--accounting", prefix=box)
-    slurm = Slurm(str(layout.SLURM_CONF), ROOT, (*box, *AS_NOBODY))
-    job = slurm("sbatch", "--parsable", "--output=/dev/null", "--gpus-per-node=1", "--wrap=exit 3")
-    ask = ("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", "--format=user,state,exitcode")
-    wait_for(lambda: slurm(*ask) == "nobody|FAILED|3:0")
-    type_testbed("down", prefix=box)

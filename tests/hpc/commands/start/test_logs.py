@@ -194,15 +194,6 @@ def test_failed_run_starts_before_its_first_error(
     assert len(json.loads(capsys.readouterr().out)) == 2 * 502
 
 
-@pytest.mark.parametrize("detail", ["", "what the log does not have"])
-def test_error_that_is_not_in_the_log_shows_its_end(
-    detail: str, run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fail(run, detail=detail)
-    run.rank_log(2, 5).write_text("killed\n")
-    assert printed(capsys, run) == ["[2:5] killed"]
-
-
 def test_failure_without_a_rank_and_one_that_an_attempt_follows_hide_nothing(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -59,14 +59,6 @@ def test_conclusions_name_the_limit_and_its_reason() -> None:
     )
 
 
-def test_waiting_for_data_is_a_reason() -> None:
-    sizes = [measured(1, 1, 100), measured(2, 1, 110, data_wait_share=0.4)]
-    assert conclusions(sizes)[1].startswith("They wait 40% of the time for data")
-    sizes[1] = measured(2, 1, 110, data_wait_share=0.01)
-    assert conclusions(sizes)[1] == "They wait neither for data nor for each other: type hpc doctor."
-    assert len(conclusions([measured(1, 1, 100), measured(2, 1, 110)])) == 1, "a script does not report its waits"
-
-
 @pytest.mark.parametrize(("state", "code"), [("failed", 1), ("running", 0)])
 def test_without_a_measured_speed_an_ended_study_has_failed(
     state: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]

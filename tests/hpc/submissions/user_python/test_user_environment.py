@@ -3,16 +3,14 @@
 import subprocess
 import sys
 import tempfile
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from support.cluster import Site
-from support.environments import BASE, ROOT, SITE
+from support.environments import BASE, SITE
 
 from hpc.base.errors import UserError
-from hpc.submissions.user_python import user_environment
 from hpc.submissions.user_python.user_environment import check, resolve
 from jobs.ranks.round import activated_environment, is_environment
 
@@ -109,11 +107,6 @@ def test_old_torch_is_refused(venv: Path, version: str) -> None:
     install_torch(venv, version)
     message = refused(venv / "bin" / "python", "module load PyTorch")
     assert f"which has torch {version}: install torch 2.6 or newer there" in message
-
-
-def test_the_oldest_python_is_that_of_this_project() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["requires-python"] == f">={'.'.join(map(str, user_environment.OLDEST_PYTHON))}"
 
 
 def test_what_is_no_python_or_hangs_is_refused(program: Callable[[str], Path]) -> None:
