@@ -22,7 +22,7 @@ COMPILE = $(BIN)/python -m compileall -q hpc jobs training
 ROOT := $(shell [ "$$(id -u)" = 0 ] && command -v apt-get)
 NO_ROOT := no root or no apt here: without a Slurm of our own, using --cluster local
 
-.PHONY: demo drill bench gpu gpu-bundle test test-slow test-all test-wheel test-hard simulate mutants coverage matrix docs pictures check format lock clean
+.PHONY: demo drill bench gpu gpu-bundle test test-slow test-all test-wheel test-hard simulate coverage matrix docs pictures check format lock clean
 
 # Trains, kills a rank, preempts the job, and compares the model with that of an undisturbed training.
 demo: $(READY)
@@ -143,13 +143,6 @@ else
 	@set -e; for release in $(foreach version,$(SLURM),$(RELEASE_$(version))); do \
 		TORCHRELAY_REQUIRE_SLURM=1 tests/on-debian $$release $(CACHE) make test TESTS="-m slurm $(TESTS)"; done
 endif
-
-# Would the tests notice? Mutates what decides (tests/mutants.toml): all of it, or ROOM=hpc/run, or a file; EVERY=10: each tenth mutant.
-ROOM :=
-EVERY := 1
-
-mutants: $(READY)
-	$(BIN)/python tests/mutants.py "$(ROOM)" $(EVERY)
 
 # Lists the modules of which the tests run less than 80 % of the lines, in any process. It takes longer than make test-all.
 COVERAGE := build/coverage

@@ -1,78 +1,15 @@
-"""What the benchmarks conclude from measurements; those of restarts, loops and staging are also run once."""
+"""What the benchmarks conclude from measurements; that of staging is also run once."""
 
-import json
-import sys
-from collections import Counter
-from dataclasses import dataclass
-from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
-import pytest
-from support.real_images import needs_fashion_mnist
-
-from benchmarks import harness, storm
-from benchmarks.harness import Findings, Flags, Sample, versions
+from benchmarks.harness import Sample
 from benchmarks.recovery.rivals import step_log
 from benchmarks.restart import __main__ as restart
 from benchmarks.speed import __main__ as speed
 from benchmarks.speed.loops import Case
 from benchmarks.staging import __main__ as staging
 
-# --- turns, tables and records ---
-
-
-def test_each_turn_begins_with_another_contender_and_the_first_may_not_count() -> None:
-    order: list[str] = []
-
-    def turn(name: str) -> list[harness.Sample]:
-        order.append(name)
-        return [{"number": len(order)}]
-
-    found = harness.take_turns({name: partial(turn, name) for name in "abc"}, 2, warm_up=True)
-    assert "".join(order) == "abcbcacab"
-    assert [sample["number"] for sample in found["b"]] == [4, 9]
-    assert harness.medians(found["b"], unit=", s") == {"number, s": 6.5}
-    assert harness.spread([3, 1, 2]) == {"least": 1, "most": 3}
-
-
-def test_a_table_has_the_columns_of_all_rows_but_lists() -> None:
-    rows = [{"name_of_it": "a", "seconds": 1.5, "all": [1]}, {"name_of_it": "b", "seconds": None, "more": "c"}]
-    assert harness.table(rows).splitlines() == [
-        "| name of it | seconds | more |", "|---|--:|---|", "| a | 1.5 |  |", "| b |  | c |",
-    ]  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options(Flags):
-    """How much to measure."""
-
-    turns: int = 3
-    """Of each."""
-    place: Path = Path("/somewhere")
-    """Where."""
-
-
-def test_a_record_has_the_machine_the_options_and_the_rows_and_a_small_form_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def measure(options: Options) -> Findings:
-        return Findings(tables={"rows": [{"turns": options.turns}]}, more={"setting": 1})
-
-    monkeypatch.setattr(harness, "RESULTS", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["name", "--small"])
-    harness.benchmark("name", Options, measure, small={"turns": 1})
-    assert "| 1 |" in capsys.readouterr().out
-    assert not list(tmp_path.iterdir())
-    monkeypatch.setattr(sys, "argv", ["name", "--turns=4"])
-    harness.benchmark("name", Options, measure, small={"turns": 1})
-    record = json.loads((tmp_path / "name.json").read_text())
-    assert record.pop("machine")["python"]
-    assert record == {"options": {"small": False, "turns": 4}, "setting": 1, "rows": [{"turns": 4}]}
-    assert capsys.readouterr().out == "| turns |\n|--:|\n| 4 |\n"
-
-
-# --- the step log of a recovery, and the failures of a storm ---
+# --- the step log of a recovery ---
 
 
 def start(at: float, pid: int, step: int, rank: int = 0) -> dict[str, object]:
@@ -102,31 +39,6 @@ def test_a_training_that_only_started_again_has_not_recovered() -> None:
     assert step_log.recovery(log, failed_at=4) == step_log.Recovery(seconds=5.0, steps_lost=2)
 
 
-def test_each_rank_logs_its_first_step_and_rank_0_all(tmp_path: Path) -> None:
-    path = tmp_path / "steps.jsonl"
-    assert step_log.read(path) == []
-    for rank in (1, 0):
-        log = step_log.StepLog(path, rank, 5, imported=3.0)
-        for step in (6, 7):
-            log.step(step)
-    with path.open("a") as file:
-        file.write('{"event": "st')  # a line in the making
-    found = step_log.read(path)
-    assert [entry["event"] for entry in found] == ["start", "first_step", "start", "first_step", "step", "step"]
-    assert (found[0]["step"], found[0]["imported"], found[-1]["step"]) == (5, 3.0, 7)
-
-
-def test_a_storm_is_the_same_for_all_and_mixes_its_failures() -> None:
-    long, short = storm.sequence(5, 60, 3600), storm.sequence(5, 60, 600)
-    assert long[: len(short)] == short
-    assert long != storm.sequence(6, 60, 3600)
-    for begin in range(0, len(long) - 4, 5):
-        kinds = Counter(each.kind for each in long[begin : begin + 5])
-        assert kinds["worker killed"] == 2
-        assert kinds["hung"] == kinds["preempted"] == 1
-    assert 30 < 3600 / len(long) < 120
-
-
 # --- restarts ---
 
 
@@ -147,14 +59,6 @@ def test_a_restart_ends_when_the_last_rank_has_made_a_step() -> None:
     assert (row["total, s"], row["least, s"], row["restarts"], row["hung"]) == (7.0, 7.0, 1, 1)
 
 
-@pytest.mark.slow
-@needs_fashion_mnist
-def test_a_killed_rank_makes_a_step_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restart, "_SECONDS_BETWEEN_KILLS", 0.0)
-    [parts] = restart.restart(CASE, kills=1)
-    assert 0 < parts["import"] < parts["total"]
-
-
 # --- speed ---
 
 
@@ -172,17 +76,6 @@ def test_turns_of_the_same_round_are_compared() -> None:
     assert (ours["images_per_second"], ours["least"], ours["most"]) == (1000.0, 125.0, 2000.0)
     assert (ours["by_hand_written"], by_hand["by_hand_written"]) == (2.0, 1.0)
     assert (ours["page_faults_a_step"], ours["mib"]) == (5, 1)
-
-
-@pytest.mark.slow
-def test_a_loop_on_two_ranks_takes_turns(tmp_path: Path) -> None:
-    python = Path(sys.executable)
-    options = speed.Options(rivals=python, loops=("ours",), seconds=0.1, turns=1)
-    [row] = speed.train(options, speed.loops_of(options, "small-cnn", speed.SYNTHETIC, tmp_path))
-    assert (row["images"], row["loop"]) == ("in memory", "ours")
-    assert row["images_per_second"] > 0
-    assert row["mib"] > 0
-    assert versions(python, ["torch"]) == {"torch": version("torch")}
 
 
 # --- staging ---

@@ -15,7 +15,7 @@ import pytest
 from support.real_images import needs_fashion_mnist
 
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import bundle, exactness, part, stalls, throughput, two_ranks
+from benchmarks.gpu import bundle, exactness, part, two_ranks
 from training.config.command_line import parse_flags
 from training.config.dataset_layout import FASHION_MNIST
 from training.verify_resume.__main__ import VerifyOptions
@@ -25,51 +25,12 @@ pytestmark = pytest.mark.timeout(1000)
 REPOSITORY = Path(__file__).parents[2]
 
 
-def test_unknown_part_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu", "stalls", "speed"])
-    with pytest.raises(SystemExit):
-        gpu.main()
-    assert "there is no part speed: use some of launcher, two-ranks" in capsys.readouterr().err
-
-
-def test_part_is_killed_when_its_time_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    [stalling] = [each for each in gpu.PARTS if each.name == "stalls"]
-    found = [gpu._run(stalling, tmp_path / "none.json", seconds, small=True) for seconds in (0.01, 0.0)]  # noqa: SLF001
-    assert [each["problem"] for each in found] == ["killed after 0 s", "not run: the time was over"]
-    gpu.show(found)
-    assert "not run: the time was over" in capsys.readouterr().out
-
-
-def test_ours_is_compared_with_the_loop_by_hand_and_the_fastest_rival() -> None:
-    speeds = {
-        (throughput.JPEG, throughput.OURS): 100.0, (throughput.JPEG, "hand-written"): 80.0,
-        (throughput.JPEG, "timm"): 125.0, (throughput.PACKED, throughput.OURS): 190.0,
-        (throughput.SYNTHETIC, throughput.OURS): 200.0,
-    }  # fmt: skip
-    rows = [{"images": images, "loop": loop, "images_per_second": speed} for (images, loop), speed in speeds.items()]
-    by_hand, by_fastest, packed = throughput.goals("resnet50-files", rows)
-    assert (by_hand.value, by_fastest.value, packed.value) == (1.25, 0.8, 0.95)
-    assert packed.met is None, "not on a GPU"
-
-
-def test_snapshot_that_takes_longer_is_taken_less_often() -> None:
-    row = {"model": "m", "waits": 0, "snapshot_ms": 40.0, "snapshot_measured_ms": 0.0, "checkpoint_ms": 5.0}
-    waits, checkpoint, snapshots = stalls.goals(row)
-    assert (waits.value, checkpoint.value, snapshots.value) == (0, 5.0, 0.08)
-    assert stalls.goals(row | {"snapshot_measured_ms": 40.0})[2].value == 0.005
-
-
 @pytest.mark.parametrize("name", [*exactness.TRAININGS, *exactness.SMALL])
 def test_flags_of_the_trainings_are_flags(name: str) -> None:
     flags = (exactness.TRAININGS | exactness.SMALL)[name]
     data = [] if "--synthetic" in flags else [f"--data={FASHION_MNIST}"]
     options = parse_flags(VerifyOptions, [*exactness._COMMON, *data, *flags], "verify_resume")  # noqa: SLF001
     assert (options.cuts, options.ranks) == (2, "1")
-
-
-@needs_fashion_mnist
-def test_images_that_the_device_makes_are_the_same(tmp_path: Path) -> None:
-    assert exactness.same_images(part.data_directory(tmp_path))
 
 
 def check(found: dict[str, Any]) -> None:
@@ -110,14 +71,6 @@ def test_two_ranks_end_with_the_same_bits() -> None:
     prepare_server()
     rows, goals = two_ranks.measure(small=True)
     check({"rows": rows, "goals": list(map(asdict, goals))})
-
-
-def test_the_results_of_parts_that_were_not_run_are_kept() -> None:
-    def part(name: str, seconds: float) -> dict[str, Any]:
-        return {"part": name, "seconds": seconds}
-
-    merged = gpu.merge([part("vit", 1), part("stalls", 1)], [part("stalls", 2), part("files", 2)])
-    assert merged == [part("vit", 1), part("stalls", 2), part("files", 2)]
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from support.cluster import hpc, tiny_data
+from support.cluster import hpc
 
 import hpc as hpc_package
 from hpc.__main__ import PROGRAMS, VERBS
@@ -98,13 +98,6 @@ def test_older_python_is_told_which_one_is_needed(
         hpc_package._prepare_verb()  # noqa: SLF001  # a process of an older Python cannot be had
     assert stopped.value.code == 2
     assert capsys.readouterr().err == f"torchrelay needs Python 3.11 or newer, and {sys.executable} is Python 3.9\n"
-
-
-@pytest.mark.slow
-def test_processes_of_a_program_start_beside_packages_of_the_same_names(beside_other_packages: Path) -> None:
-    data = tiny_data(beside_other_packages / "data", train=300, test=60)
-    done = type_hpc(beside_other_packages, "verify", f"--data={data}", "--epochs=1", "--batch-size=100", "--cuts=1")
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_help_names_all_commands_and_explains_one(tmp_path: Path) -> None:

@@ -98,17 +98,3 @@ def test_ranks_in_a_container_that_handle_no_signal_are_killed(
     run.cancel()
     assert_nothing_left(run)
     run.wait("the end of Apptainer", lambda: not any(b"pptainer" in words[0] for _, words in commands()))
-
-
-def test_image_without_torch_is_refused_before_the_queue(
-    ordinary_user: Site, image: tuple[Path, dict[str, str]]
-) -> None:
-    site, (path, mounts) = ordinary_user, image
-    add_script(site, "sleeps.py", "")
-    done = site.hpc("submit", *TWO_NODES, f"--container={path}", "--", "sleeps.py")
-    assert done.returncode == 2
-    says = f"--container is {path}, with the interpreter python3, which does not run as a Python interpreter here"
-    assert says in done.stderr
-    done = site.hpc("submit", *TWO_NODES, f"--container={path}", "--", "sleeps.py", **mounts)
-    assert done.returncode == 2
-    assert "which does not import torch (ModuleNotFoundError: No module named 'torch')" in done.stderr

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from support.cluster import SHORT_LOCAL, Run, Site, add_script, site_without_slurm, submit_and_wait
+from support.cluster import SHORT_LOCAL, Run, Site, site_without_slurm
 
 from jobs.staging.store import open_store
 
@@ -23,16 +23,6 @@ def train(site: Site, name: str) -> Run:
     run = site.submit(*SHORT_LOCAL, "--epochs=1", f"--name={name}", "--stage-dir=disk")
     run.wait_for_state("completed")
     return run
-
-
-def test_data_that_cannot_be_copied_are_bad_input(site: Site) -> None:
-    os.mkfifo(site.path / "data" / "pipe")
-    add_script(site, "my.py", "")
-    where = ("--cluster=local", "--nodes=1", "--gpus-per-node=0", "--data=data")
-    run = submit_and_wait(site, *where, "--", "my.py")
-    [attempt] = run.status()["attempts"]
-    assert attempt["cause"] == "bad_input"
-    assert "data/pipe is not a regular file" in attempt["detail"]
 
 
 def test_copy_that_a_disk_has_damaged_is_replaced(site: Site) -> None:

@@ -1,7 +1,5 @@
 """What a user's script finds on the nodes: the environment that --setup makes, and the user's own Python."""
 
-import importlib.metadata
-import json
 import subprocess
 from pathlib import Path
 
@@ -59,48 +57,6 @@ def test_setup_that_fails_on_two_nodes_ends_the_run(site: Site, line: str, ended
     assert not (site.path / "went-on").exists()
     printed = site.hpc("logs", str(run.directory.path), "--all").stdout
     assert ("no module" in printed) == ("echo" in line)
-
-
-# One rank dies in the middle. The user has a module with a name of ours.
-TRAINS = """
-import importlib.util, os, signal, sys
-import torch
-from torch import distributed
-import training
-
-names = "submitit", "rich", "pandas", "numpy", "hpc", "jobs"
-others = [name for name in names if importlib.util.find_spec(name)]
-print("found", training.WORD, sys.prefix, os.environ["VIRTUAL_ENV"], others, flush=True)
-distributed.init_process_group("gloo")
-value = torch.ones(1)
-for step in range(2):
-    distributed.all_reduce(value)
-    if step == 0 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        os.kill(os.getpid(), signal.SIGKILL)
-print("trained", value.item(), flush=True)
-distributed.destroy_process_group()
-"""
-
-
-def test_script_trains_in_an_environment_that_has_nothing_of_ours(site: Site) -> None:
-    environment = make_torch_venv(site.path / "env")
-    python = environment / "bin" / "python"
-    add_script(site, "src/trains.py", TRAINS)
-    add_script(site, "src/training.py", "WORD = 'mine'\n")
-    run = site.submit(*TWO_NODES, f"--python={python}", "--", "src/trains.py")
-    assert json.loads(run.directory.spec.read_text())["python"] == str(python)
-    status = run.wait_for_state("completed")
-    assert [attempt["cause"] for attempt in status["attempts"]] == ["completed"]
-    [killed] = run.events("interruption")
-    assert (killed["rank"], killed["cause"]) == (1, "crashed")
-    assert run.events("preflight")[0]["world_size"] == 2, "in that environment, too"
-    [software] = run.events("software")
-    assert software["torch"] == importlib.metadata.version("torch")
-    assert software["torchrelay"] is None, "it has nothing of ours"
-    for rank in (0, 1):
-        lines = run.directory.rank_log(1, rank).read_text().splitlines()
-        assert lines.count(f"found mine {environment} {environment} []") == 2, "torchrun has restarted both"
-        assert lines.count("trained 4.0") == 1
 
 
 def test_nodes_without_apptainer_cannot_train_in_a_container(site: Site) -> None:

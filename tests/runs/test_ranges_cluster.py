@@ -1,6 +1,5 @@
 """Runs on a cluster of 32 nodes with three digits in their names, which Slurm abbreviates: gpu[001-032]."""
 
-import json
 import re
 
 import pytest
@@ -30,17 +29,3 @@ def test_run_on_a_range_of_nodes(site: Site) -> None:
         r"rank (\d+) of 6 on (gpu\d+)$", site.hpc("logs", str(run.directory.path)).stdout, re.MULTILINE
     )
     assert sorted(printed) == sorted((str(rank), name) for rank, name in enumerate(NODES))
-
-
-def test_doctor_looks_at_a_range_of_nodes(site: Site) -> None:
-    done = site.hpc("doctor", "--json", "--node", "gpu[003-004]")
-    assert "waiting for 2 nodes" in done.stderr
-    where = [one["where"] for one in json.loads(done.stdout) if one["check"] == "Slurm's commands"]
-    assert where == ["gpu003", "gpu004"]
-    assert "2 ranks on CPU" in done.stdout
-
-
-def test_nodes_do_not_fill_the_kernels_table_of_neighbours(site: Site) -> None:
-    known = site.slurm("srun", "--nodelist=gpu032", "ip", "neighbour", "show", "nud", "permanent").splitlines()
-    assert "10.77.0.1 dev eth0 lladdr 02:00:00:00:00:01 PERMANENT" in [line.strip() for line in known]
-    assert "link/ether 02:00:00:00:00:01 " in site.slurm("srun", "--nodelist=gpu001", "ip", "link", "show", "eth0")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.cluster import TWO_NODES, Run, Site, add_script, dead, preempt
+from support.cluster import TWO_NODES, Run, Site, add_script, dead, preempt, ranks_of
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
@@ -53,16 +53,8 @@ def submit(site: Site, name: str, epochs: int, *flags: str, words: Sequence[str]
 
 
 def rank_pid(run: Run, rank: int) -> int:
-    """The process of a rank, by its name and environment: nodes share this machine's processes."""
-    mark = f"TORCHRELAY_RUN_DIR={run.directory.path}".encode()
-    found = list[int]()
-    for path in Path("/proc").glob("[0-9]*/comm"):
-        try:
-            if path.read_text() == f"rank-{rank}\n" and mark in (path.parent / "environ").read_bytes().split(b"\0"):
-                found.append(int(path.parent.name))
-        except OSError:
-            continue
-    [pid] = found
+    """The process of a rank: nodes share this machine's processes."""
+    [pid] = [pid for pid, number in ranks_of(run).items() if number == rank]
     return pid
 
 

@@ -3,18 +3,9 @@
 import json
 
 import pytest
-from support.cluster import Run, Site, add_script, refused
+from support.cluster import Run, Site, add_script
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
-
-
-def cancelled(site: Site, name: str, *flags: str) -> Run:
-    """A run whose jobs Slurm holds, which its user has cancelled."""
-    add_script(site, "a.py", "print('a')\n")
-    fixed = ("--gpus-per-node=1", "--cpus-per-gpu=1", "--sbatch=hold", f"--name={name}")
-    run = site.submit(*fixed, *flags, "--", "a.py")
-    run.cancel()
-    return run
 
 
 def resumed(run: Run, *flags: str) -> dict[str, str]:
@@ -28,7 +19,9 @@ def resumed(run: Run, *flags: str) -> dict[str, str]:
 
 
 def test_time_limit_is_that_of_the_new_partition_unless_it_was_typed(ordinary_user: Site) -> None:
-    run = cancelled(ordinary_user, "default")
+    add_script(ordinary_user, "a.py", "print('a')\n")
+    run = ordinary_user.submit("--gpus-per-node=1", "--cpus-per-gpu=1", "--sbatch=hold", "--", "a.py")
+    run.cancel()
     assert resumed(run) == {"partition": "gpu", "limit": "1:00:00"}
     found = resumed(run, "--partition=urgent")
     assert found == {"partition": "urgent", "limit": "30:00", "--partition": "urgent", "--time": "30m"}
@@ -37,11 +30,3 @@ def test_time_limit_is_that_of_the_new_partition_unless_it_was_typed(ordinary_us
     assert resumed(run, "--time=2h")["limit"] == "2:00:00"
     found = resumed(run, "--partition=urgent")
     assert found == {"partition": "urgent", "limit": "2:00:00", "--partition": "urgent"}, "2 hours were typed"
-
-
-def test_typed_time_limit_that_the_new_partition_does_not_allow_is_refused(ordinary_user: Site) -> None:
-    run = cancelled(ordinary_user, "typed", "--time=5h")
-    says = refused(ordinary_user, "resume", "typed", "--partition=urgent")
-    assert "--time is 5h, but partition urgent allows 4h" in says
-    found = resumed(run, "--partition=urgent", "--time=3h")
-    assert (found["partition"], found["limit"]) == ("urgent", "3:00:00")

@@ -22,8 +22,7 @@ run, rank, told = Path(os.environ["TORCHRELAY_RUN_DIR"]), os.environ["RANK"], []
 attempt = int(os.environ["TORCHRELAY_ATTEMPT"])
 for name in ("TERM", "USR1", "USR2", "INT", "HUP"):
     signal.signal(getattr(signal, "SIG" + name), signal.SIG_IGN)
-if handled != "none":
-    signal.signal(getattr(signal, "SIG" + handled), lambda number, _: told.append(number))
+signal.signal(getattr(signal, "SIG" + handled), lambda number, _: told.append(number))
 saved = run / f"saved-{rank}"
 step = begin = int(saved.read_text()) if saved.exists() else 0
 (run / "metrics").mkdir(exist_ok=True)
@@ -63,18 +62,6 @@ def test_scripts_are_stopped_by_the_signal_that_they_handle(ordinary_user: Site)
             steps = counted(run, rank)
             assert steps == list(range(1, len(steps) + 1)), "no step was lost"
         assert not run.events("interruption")
-
-
-def test_script_that_ignores_every_signal_is_killed_after_the_grace_and_requeued(ordinary_user: Site) -> None:
-    add_script(ordinary_user, "counts.py", COUNTS)
-    run = ordinary_user.submit(*ONE_NODE, "--grace-period=3s", "--", "counts.py", "none", "0")
-    run.wait("steps", lambda: len(counted(run, 0)) >= 5)
-    ordinary_user.slurm("scancel", "--signal=USR2", f"{run.job_id}.0")
-    run.wait_for_next_job()
-    first = len(counted(run, 0))
-    status = run.wait_for_state("completed")
-    assert [attempt["cause"] for attempt in status["attempts"]] == ["time_limit", "completed"]
-    assert counted(run, 0)[first:] == list(range(1, 21)), "it has saved nothing"
 
 
 def test_preempted_script_with_start_once_gets_no_other_job(ordinary_user: Site) -> None:
@@ -139,30 +126,3 @@ def test_ranks_have_the_variables_of_slurm_as_if_srun_had_started_each(ordinary_
         ours, own = (json.loads((ordinary_user.path / directory / rank).read_text()) for directory in ("ours", "srun"))
         expected = {name: value for name, value in own.items() if name.removeprefix("SLURM_") not in DIFFERS}
         assert {name: ours.get(name) for name in expected} == expected
-
-
-# A script that reports nothing, and one that reports its steps without saving them.
-ENDLESS_SCRIPT = """
-import sys, time
-import torch, torch.distributed as dist
-from torchrelay import report
-
-dist.init_process_group("gloo")
-for step in range(100_000):
-    dist.all_reduce(torch.ones(1))
-    if sys.argv[1] == "reports":
-        report(step=step, loss=1.0)
-    time.sleep(0.1)
-"""
-
-
-@pytest.mark.parametrize("what", ["reports", "nothing"])
-def test_drill_ends_when_a_script_without_state_trains_again(ordinary_user: Site, what: str) -> None:
-    add_script(ordinary_user, "endless.py", ENDLESS_SCRIPT)
-    run = ordinary_user.submit(*TWO_NODES, "--name=drilled", "--", "endless.py", what)
-    for kind, cause in (("worker-kill", "crashed"), ("preempt", "preempted")):
-        drilled = ordinary_user.hpc("drill", "drilled", kind, "--yes", "--json")
-        assert drilled.returncode == 0, drilled.stderr
-        answer = json.loads(drilled.stdout)
-        assert (answer["state"], [one["cause"] for one in answer["interruptions"]]) == ("running", [cause])
-    run.cancel()

@@ -1,12 +1,11 @@
 """Staging in jobs on a real Slurm, where each node has a /tmp of its own."""
 
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cluster import SMALL_BATCH, Run, Site, add_script, commands, is_on
+from support.cluster import Run, Site, add_script, commands, is_on
 from support.staging_nodes import hanging
 
 pytestmark = pytest.mark.slurm
@@ -92,12 +91,3 @@ def test_node_whose_mount_of_the_data_hangs_is_left_out_of_the_next_attempt(site
         assert f"gpu02 has got nothing of {data} for 10 s: that mount" in ended["detail"]
         assert "gpu02" not in wait_until_looked_at(run, 2, attempt=2)
     end(run, 2)
-
-
-def test_trainer_reads_what_was_in_an_archive(site: Site) -> None:
-    subprocess.run(["tar", "czf", site.path / "data.tar.gz", "-C", site.path, "data"], check=True)
-    run = site.submit("--data=data.tar.gz", "--nodes=1", "--gpus-per-node=1", *SMALL_BATCH, "--epochs=1")
-    status = run.wait_for_state("completed")
-    assert status["test_accuracy"] is not None
-    [staged] = run.events("staged")
-    assert staged["path"].endswith("/data")

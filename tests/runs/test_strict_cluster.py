@@ -1,6 +1,5 @@
 """Runs of a user who may have one job at a time, which can be neither requeued nor changed."""
 
-import json
 from collections.abc import Iterator
 
 import pytest
@@ -41,8 +40,3 @@ def test_run_of_one_node_continues_in_the_place_of_its_job(user: Site, site: Sit
     assert (first["cause"], second["cause"]) == ("preempted", "completed")
     assert first["job_id"] != second["job_id"]
     run.assert_no_gap()
-
-
-def test_doctor_names_the_limit(user: Site) -> None:
-    found = {one["check"]: one for one in json.loads(user.hpc("doctor", "--json").stdout)}
-    assert found["MaxSubmitJobs"]["value"].startswith("MaxSubmitJobs=1")

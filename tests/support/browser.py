@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Browser, Page, sync_playwright
 
 from support.waiting import wait_for
 
@@ -21,16 +21,24 @@ def wait_until(page: Page, expression: str) -> None:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[Page]:
-    """A page in a window of its own, which has asked nobody for anything and reports no error."""
-    chromium = shutil.which("chromium")
-    if chromium is None:
+def chromium() -> Iterator[Browser]:
+    """The browser; where the tests on a real Slurm are required, so is this."""
+    path = shutil.which("chromium")
+    if path is None:
         reason = "needs the package chromium"
         pytest.fail(reason) if os.environ.get("TORCHRELAY_REQUIRE_SLURM") else pytest.skip(reason)
-    errors, requests = list[str](), list[str]()
     with sync_playwright() as playwright:
         # Without its sandbox, which root cannot use: the page is our own.
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Page]:
+    """A page in a window of its own, which has asked nobody for anything and reports no error."""
+    errors, requests = list[str](), list[str]()
+    with chromium() as browser:
         page = browser.new_page()
         # Bokeh says when it is ready.
         page.on("console", lambda message: message.type == "info" or errors.append(message.text))
@@ -41,4 +49,3 @@ def opened(path: Path) -> Iterator[Page]:
         assert not errors
         assert [url for url in requests if not url.startswith("data:")] == [path.as_uri()]
         yield page
-        browser.close()

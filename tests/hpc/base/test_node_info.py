@@ -14,12 +14,10 @@ from hpc.cluster.doctor.node_findings import nccl_interfaces
 @pytest.mark.parametrize(
     ("interfaces", "asked", "taken"),
     [
-        (("lo", "docker0", "eno1", "eth0"), "", ["eno1", "eth0"]),
         (("lo", "eth0", "ib0", "ib1"), "", ["ib0", "ib1"]),
         (("lo", "eth0", "eth1", "eno1"), "eth,x", ["eth0", "eth1"]),
         (("lo", "eth0", "eth01"), "=eth0", ["eth0"]),
         (("lo", "eth0", "eno1"), "^lo,eno", ["eth0"]),
-        (("lo", "eth0", "eth01"), "^=eth0,lo", ["eth01"]),
     ],
 )
 def test_interfaces_that_nccl_uses(interfaces: tuple[str, ...], asked: str, taken: list[str]) -> None:

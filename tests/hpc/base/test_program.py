@@ -1,7 +1,5 @@
 """Words of a command line, of files and of Python become the values of a dataclass, or are refused with a reason."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +46,8 @@ def test_words_are_read(options: type[Any], words: tuple[str, ...], values: dict
     ("words", "message"),
     [
         (("--epoch", "3"), "there is no flag --epoch: did you mean --epochs?"),
-        (("--max_epochs=3",), "there is no flag --max_epochs: did you mean --epochs?"),
         (("--no-epochs",), "there is no flag --no-epochs"),
         (("-x", "a"), "there is no flag -x: use --exclude instead"),
-        (("-n", "8"), "there is no flag -n: use --nodes and --gpus-per-node instead"),
         (("--gres=gpu:4",), "there is no flag --gres: use --gpus-per-node 4 or a100:4 for GPUs"),
         (("--mail-type=END",), "there is no flag --mail-type: use --sbatch mail-type=VALUE"),
         (("--time", "--elastic"), "--time has no value"),
@@ -113,15 +109,6 @@ def test_what_must_be_given_is_asked_for() -> None:
 def test_flags_of_another_program_are_read_to_be_refused() -> None:
     assert program.read((submit_flags(("a.py",)), submit_flags()), ["--lr=1"], "x") == {"lr": "1"}
     assert program.read((ResumeOptions, TrainConfig), ["r", "--lr=1"], "x") == {"run": "r", "lr": "1"}
-
-
-@pytest.mark.parametrize("module", ["hpc.submit", "training"])
-def test_every_program_answers_in_one_line(module: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", module, "--data=x", "--max-epochs", "3"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.endswith(": there is no flag --max-epochs: did you mean --epochs?\n")
-    assert done.stderr.count("\n") == 1
 
 
 def test_word_becomes_a_value_and_its_error_names_the_flag() -> None:

@@ -14,10 +14,6 @@ def multiline() -> None:
     raise AssertionError("shapes differ:\n  expected (3, 4)\n  found (4, 3)")
 
 
-def without_a_first_line() -> None:
-    raise AssertionError("\nNot equal to tolerance rtol=1e-07\nMismatched elements: 1 / 3")
-
-
 def noted() -> None:
     error = ValueError("no luck")
     error.add_note("in sample 7")
@@ -26,10 +22,6 @@ def noted() -> None:
 
 def bad_syntax() -> None:
     compile("a b", "config.py", "exec")
-
-
-def bare() -> None:
-    raise KeyboardInterrupt
 
 
 class LocalError(Exception):
@@ -86,16 +78,10 @@ def quoted() -> None:
         raise RuntimeError(f"worker 3 says:\n    {text}") from None
 
 
-def recursion() -> None:
-    recursion()
-
-
 CASES: list[tuple[Callable[[], None], str, str]] = [
     (multiline, "AssertionError: shapes differ: expected (3, 4)", "crashed"),
-    (without_a_first_line, "AssertionError: Not equal to tolerance rtol=1e-07", "crashed"),
     (noted, "ValueError: no luck", "crashed"),
     (bad_syntax, "SyntaxError: invalid syntax", "crashed"),
-    (bare, "KeyboardInterrupt", "crashed"),
     (local, f"{__name__}.LocalError: no luck", "crashed"),
     (cuda, "RuntimeError: CUDA error: uncorrectable ECC error encountered", "bad_node"),
     (full_disk, "RuntimeError: unexpected pos 64 vs 0 (with OSError: [Errno 28] No space left on device)", "no_space"),
@@ -111,7 +97,6 @@ CASES: list[tuple[Callable[[], None], str, str]] = [
         "RuntimeError: worker 3 says: (with RuntimeError: CUDA error: uncorrectable ECC error encountered)",
         "bad_node",
     ),
-    (recursion, "RecursionError: maximum recursion depth exceeded", "crashed"),
 ]
 
 
@@ -166,11 +151,3 @@ LATER = "".join(f"wandb: {number}\n" for number in range(30))
 )
 def test_other_texts(text: str, message: str) -> None:
     assert describe_exception(text.splitlines()) == message
-
-
-def test_every_text_has_an_answer() -> None:
-    for case, *_ in CASES:
-        lines = printed(case, "[rank1]: ")
-        for number in range(len(lines)):
-            assert isinstance(describe_exception(lines[:number]), str)
-            assert exception_lines(lines[number:]) is not None

@@ -222,28 +222,6 @@ def test_what_is_no_json_object_ends_the_connection(server: Server, text: bytes)
     assert works(server)
 
 
-def test_deeply_nested_json_is_an_error_of_the_transport() -> None:
-    server = Server(SECRET, PURPOSE, lambda connection: connection._send_text(b"[" * 10**6), LIMITS)
-    with client(server.port) as connection, pytest.raises(TransportError, match="not JSON: RecursionError"):
-        connection.receive()
-    server.close()
-
-
-@pytest.mark.parametrize("noise", [b"GET / HTTP/1.0\r\n\r\n", b"\x16\x03\x01" * 100, b"x" * 100_000])
-def test_noise_is_not_answered(server: Server, noise: bytes) -> None:
-    with raw(server.port) as unauthenticated:
-        received = b""
-        try:
-            unauthenticated.sendall(noise)
-            unauthenticated.shutdown(socket.SHUT_WR)
-            while data := unauthenticated.recv(1000):
-                received += data
-        except OSError:
-            pass  # the server has closed the connection already
-        assert len(received) <= 64
-    assert works(server)
-
-
 def test_closed_server_ends_its_connections(server: Server) -> None:
     with client(server.port) as connection:
         connection.send({})

@@ -63,16 +63,6 @@ def test_runs_are_found_and_shown_as_tables(trained: hpc.Run) -> None:
         hpc.find_run("pet")
 
 
-def test_runs_are_in_the_directory_that_is_the_default(
-    trained: hpc.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "torchrelay.yaml").write_text(f"runs-dir: {trained.directory.parent}\n")
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    assert hpc.find_run("pets").directory == trained.directory
-    assert [run.name for run in hpc.runs()] == [run.name for run in hpc.runs(trained.directory.parent)]
-
-
 def test_script_is_submitted_and_cancelled(local_site: Site) -> None:
     (local_site.path / "waits.py").write_text(
         "import sys, time\nprint('began', sys.argv[1:], flush=True)\ntime.sleep(600)\n"

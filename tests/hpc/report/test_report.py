@@ -44,9 +44,7 @@ from support.reported_runs import (
 
 from hpc.base import program
 from hpc.base.files import append_json_line, json_line
-from hpc.commands.runs.report import main
 from hpc.commands.start import status
-from hpc.report.charts import extremes
 from hpc.report.command import shell_text, submit_command
 from hpc.report.gather import gather
 from hpc.run.rundir import RunDir
@@ -118,12 +116,6 @@ def test_page_of_a_run_has_everything_and_loads_nothing(page: Written) -> None:
     outside = [found for pair in addresses for found in pair if found and not found.startswith(("#", "data:image/png"))]
     assert outside == ["train.csv", "eval.csv", "attempts.csv", "interruptions.csv", "classes.csv"]
     assert "http" not in re.sub(r"http-equiv", "", html)
-
-
-@pytest.mark.parametrize(("gpus", "words"), [("a100:4", "4 a100 GPUs"), ("1", "1 GPU"), ("0", "2 nodes without GPUs")])
-def test_page_says_on_which_gpus_the_run_trains(gpus: str, words: str, tmp_path: Path) -> None:
-    spec = replace(spec_of("r"), resources=resources_of(nodes="2", gpus_per_node=gpus))
-    assert f"{words}</p>" in report(pending_run(tmp_path / "r", spec).path).html
 
 
 def test_no_cell_of_a_table_is_a_formula(whole: RunDir, tmp_path: Path) -> None:
@@ -291,16 +283,6 @@ def test_the_documented_lines_of_a_script_show_in_status_and_report(tmp_path: Pa
     assert "validation: from 0.6 at step 10" in html, "an evaluation without a split"
 
 
-def test_decimation_keeps_the_ends_and_every_extreme() -> None:
-    values = pd.Series([1.0] * 30_000)
-    values[12_345], values[20_001] = 99.0, -99.0
-    kept = extremes(values, 1000)
-    assert len(kept) <= 1000
-    assert {0, 12_345, 20_001, 29_999} <= set(kept)
-    assert kept.is_monotonic_increasing
-    assert extremes(values.head(500), 1000).equals(values.head(500).index)
-
-
 def test_watch_writes_the_page_until_the_run_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, pages = running_run(tmp_path / "r"), []
 
@@ -317,13 +299,6 @@ def test_watch_writes_the_page_until_the_run_has_ended(tmp_path: Path, monkeypat
     assert "Confusion matrix" not in running
     assert {"Loss", "Accuracy (%)", "Interruptions and attempts"} <= set(headings(running))
     assert "data-reload" not in written.html
-
-
-def test_runs_of_the_same_name_are_labelled_by_directory(tmp_path: Path) -> None:
-    runs = [running_run(tmp_path / place / "r") for place in ("x", "y")]
-    written = report(*[run.path for run in runs], "--output", tmp_path / "out")
-    assert written.path == tmp_path / "out" / "index.html"
-    assert set(pd.read_csv(written.tables[0])["run"]) == {str(run.path) for run in runs}
 
 
 def test_pending_run_lists_what_is_missing(tmp_path: Path) -> None:
@@ -383,54 +358,11 @@ def test_sample_that_is_no_image_is_not_shown(whole: RunDir, tmp_path: Path) -> 
     assert "final/samples.json cannot be read: an image is damaged." in html
 
 
-def test_many_classes_are_summarized(whole: RunDir, tmp_path: Path) -> None:
-    run = copied(whole, tmp_path)
-    labels = torch.arange(40).repeat(10)
-    predicted = torch.cat([labels[:-40], (labels[-40:] + 1) % 40])
-    run.confusion.write_text(confusion_csv(labels, predicted, tuple(f"class {number}" for number in range(40))))
-    html = report(run.path).html
-    assert "The 20 classes with the lowest accuracy" in headings(html)
-    assert 'class="matrix"' not in html
-
-
 def test_figures_have_descriptions_for_those_who_cannot_see_them(page: Written) -> None:
     labels = re.findall(r'<div class="plot" [^>]*role="img" aria-label="([^"]*)"', page.html)
     assert len(labels) == len(FIGURES)
     assert any("validation: from 60 at step 100 to 90 at step 400" in words for words in labels)
     assert re.findall(r"<noscript><p>(.*?)</p></noscript>", page.html) == labels, "without JavaScript they are read"
-
-
-@pytest.mark.slow
-def test_a_long_run_with_many_numbers_makes_a_page_of_less_than_2_mb(tmp_path: Path) -> None:
-    run = running_run(tmp_path / "r")
-    lines = [json.loads(line) for line in run.train_metrics.read_text().splitlines()]
-    more = {f"layer {number}": 0.1 * number for number in range(50)}
-    many = [json.dumps({**lines[at % 200], **more, "step": at + 1}) for at in range(20_000)]
-    run.train_metrics.write_text("\n".join(many) + "\n")
-    written = report(run.path)
-    assert written.path.stat().st_size < 2_000_000
-    assert "Not drawn, to keep the page small: layer 35, layer 36" in written.html
-    assert "layer 49" in pd.read_csv(run.report.with_name("train.csv")).columns
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "no run"),
-        (("nothing",), "there is no run 'nothing'"),
-        (("r", "--output", "file/below"), "use another --output"),
-    ],
-)
-def test_mistakes_are_reported_in_one_line(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
-) -> None:
-    pending_run(tmp_path / "runs" / "r")
-    (tmp_path / "file").write_text("")
-    monkeypatch.chdir(tmp_path)
-    assert main(arguments) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
 
 
 def test_command_submits_the_same_run_again() -> None:

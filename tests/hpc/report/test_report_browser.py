@@ -1,62 +1,21 @@
-"""The report in a real browser: dark and light, on a desk and on a phone, printed, pointed at, without a network."""
+"""The report in a real browser: dark and light, on a desk and on a phone, pointed at, without a network."""
 
 import io
 import json
-import os
-import shutil
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from optuna.trial import TrialState
 from PIL import Image
-from playwright.sync_api import Browser, Page, sync_playwright
-from support.browser import DRAWN, wait_until
-from support.reported_runs import HOSTILE, complete, completed_run, pending_run, report, running_run, spec_of
+from playwright.sync_api import Browser, Page
+from support.browser import DRAWN, chromium, wait_until
+from support.reported_runs import completed_run, pending_run, report, running_run, spec_of
 
 from hpc.base.files import append_json_line
-from hpc.studies.scaling.measures import Measures
-from hpc.studies.scaling.scaling_dir import ScalingDir, ScalingSpec
-from hpc.studies.scaling.scaling_result import write_page
-from hpc.studies.sweep.space import read_space
-from hpc.studies.sweep.sweep_controller import open_study
-from hpc.studies.sweep.sweep_dir import SweepDir, SweepSpec
-from hpc.studies.sweep.sweep_result import write_result
 
 DESK, PHONE = 1280, 390
 FIGURES = 5
-# WCAG 2.1, level AA, for text of ordinary size.
-LEAST_CONTRAST = 4.5
-# Each text with its contrast to what is behind it: backgrounds of its ancestors, one over the other.
-CONTRASTS = """() => {
-  const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
-  const channels = color => {
-    canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = color; canvas.fillRect(0, 0, 1, 1);
-    return [...canvas.getImageData(0, 0, 1, 1).data];
-  };
-  const luminance = rgb => rgb.slice(0, 3).map(c => c / 255)
-    .map(c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
-    .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
-  const behind = element => {
-    for (let at = element; at; at = at.parentElement) {
-      const color = channels(getComputedStyle(at).backgroundColor);
-      if (color[3] === 255) return color;
-    }
-    return channels(matchMedia('screen and (prefers-color-scheme: dark)').matches ? 'black' : 'white');
-  };
-  const found = [], texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-  while (texts.nextNode()) {
-    const text = texts.currentNode.textContent.trim(), element = texts.currentNode.parentElement;
-    if (!text || !element.checkVisibility() || element.closest('script, style')) continue;
-    const style = getComputedStyle(element);
-    const color = channels(style.color);
-    const [high, low] = [luminance(color), luminance(behind(element))].sort((a, b) => b - a);
-    found.push([text, (high + 0.05) / (low + 0.05)]);
-  }
-  return found;
-}"""
 # What reaches beyond the right side of the window, and does not scroll in a box of its own.
 CUT_OFF = """() => [...document.body.querySelectorAll('*')]
   .filter(element => element.checkVisibility() && !element.closest('.scroll, script'))
@@ -80,22 +39,9 @@ MANY = {"lr": 0.25, "mixup": 0.2, "label_smoothing": 0.1, "optimizer": "adamw", 
 
 
 @pytest.fixture(scope="module")
-def launch() -> Iterator[Callable[..., Browser]]:
-    """Starts the distribution's Chromium; where the tests on a real Slurm are required, so is this."""
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        reason = "needs the package chromium"
-        pytest.fail(reason) if os.environ.get("TORCHRELAY_REQUIRE_SLURM") else pytest.skip(reason)
-    with sync_playwright() as playwright:
-        # Without its sandbox, which root cannot use: the page is our own.
-        yield lambda *flags: playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", *flags])
-
-
-@pytest.fixture(scope="module")
-def browser(launch: Callable[..., Browser]) -> Iterator[Browser]:
-    started = launch()
-    yield started
-    started.close()
+def browser() -> Iterator[Browser]:
+    with chromium() as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
@@ -120,20 +66,6 @@ def window(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Page]:
     context.close()
 
 
-def luminance(pixel: tuple[int, int, int]) -> float:
-    red, green, blue = ((c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4) for c in (v / 255 for v in pixel))
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
-def ground_and_contrast(page: Any) -> tuple[float, float]:
-    """Of the first figure as it is seen: the luminance of its background, and the contrast of the letters below it."""
-    image = Image.open(io.BytesIO(page.locator("#plot-0").screenshot())).convert("RGB")
-    pixels = list(image.crop((0, image.height - 45, image.width, image.height)).get_flattened_data())
-    ground = luminance(Counter(pixels).most_common(1)[0][0])
-    ratios = [(max(ground, one) + 0.05) / (min(ground, one) + 0.05) for one in map(luminance, set(pixels))]
-    return ground, max(ratios)
-
-
 def open_page(page: Any, path: Path) -> None:
     page.goto(path.as_uri())
     wait_until(page, DRAWN)
@@ -156,9 +88,6 @@ def look(page: Any, path: Path) -> int:
     width = page.viewport_size["width"]
     assert page.evaluate("document.documentElement.scrollWidth") == width, "it scrolls sideways"
     assert page.evaluate(CUT_OFF) == []
-    contrasts = page.evaluate(CONTRASTS)
-    assert len(contrasts) > 10
-    assert [found for found in contrasts if found[1] < LEAST_CONTRAST] == []
     plots = range(page.locator(".plot").count())
     sizes = [page.locator(f"#plot-{number} canvas").first.bounding_box() for number in plots]
     assert all(size["width"] > 0.7 * min(width, 560) and size["height"] > 200 for size in sizes)
@@ -167,10 +96,10 @@ def look(page: Any, path: Path) -> int:
 
 def test_page_of_a_run(window: Page, whole: Path) -> None:
     assert look(window, whole) == FIGURES
-    ground, contrast = ground_and_contrast(window)
+    image = Image.open(io.BytesIO(window.locator("#plot-0").screenshot())).convert("L")
+    [(_, ground), *_] = sorted(image.getcolors(), reverse=True)
     is_dark = window.evaluate("matchMedia('(prefers-color-scheme: dark)').matches")
-    assert ground < 0.1 if is_dark else ground > 0.9
-    assert contrast > LEAST_CONTRAST
+    assert ground < 64 if is_dark else ground > 192
     shown = window.evaluate("[...document.images].map(one => one.naturalWidth * one.getBoundingClientRect().width)")
     assert len(shown) == 1
     assert all(shown)
@@ -189,74 +118,12 @@ def test_comparison(window: Page, tmp_path: Path) -> None:
     assert window.evaluate("document.documentElement.scrollWidth") == 700
 
 
-@pytest.mark.slow
-def test_page_of_a_sweep(window: Page, tmp_path: Path) -> None:
-    directory = SweepDir(tmp_path / "shirts")
-    params = ("lr=log:1e-4,1", "batch-size=32,64", "epochs=int:5,20")
-    spec = SweepSpec(
-        parallel=1, settings={}, script=(), revision=None, param=params, trials=9, metric="val/accuracy",
-        direction="maximize", sampler="random", pruner="median", seed=0,
-    )  # fmt: skip
-    completed_run(directory.trial(0).path)
-    study, space = open_study(directory, spec), read_space(params)
-    for value in (0.7, 0.9, 0.8):
-        study.tell(study.ask(space), value)
-    failed = study.ask(space)
-    failed.set_user_attr("cause", "the loss is nan: " + HOSTILE)
-    study.tell(failed, state=TrialState.FAIL)
-    write_result(directory, spec, study)
-    assert look(window, directory.page) == 3
-    assert window.evaluate(SCROLLING) == []
-    assert window.locator("tbody th").all_inner_texts() == [f"shirts-00{number}" for number in (1, 2, 0, 3)]
-    assert window.locator("td b").all_inner_texts() == ["0.9"]
-    assert HOSTILE in window.locator("td.words").last.inner_text()
-    window.get_by_role("link", name="shirts-000").click()
-    assert window.locator("h1").inner_text() == "shirts-000"
-
-
-@pytest.mark.slow
-def test_page_of_a_scaling_study(window: Page, tmp_path: Path) -> None:
-    study = ScalingDir(tmp_path / "study")
-    spec = ScalingSpec(
-        parallel=1, settings={}, script=(), revision=None, nodes=(1, 2), gpus=(1, 2), gpu_type=None,
-        minutes=3.0, mode="weak", batch_size=64,
-    )  # fmt: skip
-    completed_run(study.run("1x1").path)
-    curve = tuple((seconds, 2 / seconds) for seconds in range(1, 100))
-    known = {"data_wait_share": 0.1, "allreduce_wait_share": 0.2, "test_loss": 0.3, "train_loss": curve}
-    speeds = dict(zip(spec.sizes, (100, 180, 150, None), strict=True))
-    write_page(study, spec, [
-        Measures(size=size, run=size.name, state="completed" if size.ranks == 1 else "failed",
-                 cause=HOSTILE if speed is None else None,
-                 images_per_second=speed, speed=speed, **(known if speed else {}))  # type: ignore[arg-type]
-        for size, speed in speeds.items()
-    ])  # fmt: skip
-    assert look(window, study.page) == 2
-    assert window.evaluate(SCROLLING) == []
-    assert window.locator("td b").all_inner_texts() == ["180", "0.3000"]
-    assert window.locator(".notes li").last.inner_text() == f"2x2 is failed: {HOSTILE}"
-    window.get_by_role("link", name="1x1").first.click()
-    assert window.locator("h1").inner_text() == "study-1x1"
-
-
 @pytest.fixture
 def page(browser: Browser) -> Iterator[Page]:
     """A page on a desk."""
     context = browser.new_context(viewport={"width": DESK, "height": 900}, color_scheme="light")
     yield context.new_page()
     context.close()
-
-
-@pytest.mark.slow
-def test_paper_is_light_and_cuts_nothing_off(page: Page, tmp_path: Path) -> None:
-    runs = [completed_run(tmp_path / "first"), running_run(tmp_path / ("x" * 60), spec=spec_of("x" * 60, **MANY))]
-    page.emulate_media(color_scheme="dark", media="print")
-    page.set_viewport_size({"width": 718, "height": 1000})  # A4 with Chromium's margins
-    for shown in (runs[:1], runs):
-        open_page(page, report(*[run.path for run in shown]).path)
-        assert page.evaluate(CUT_OFF.replace(".scroll, ", "")) == []
-        assert ground_and_contrast(page)[0] > 0.9
-        assert [found for found in page.evaluate(CONTRASTS) if found[1] < LEAST_CONTRAST] == []
 
 
 @pytest.mark.slow
@@ -305,57 +172,3 @@ def test_interruptions_say_what_they_were_and_the_axis_is_chosen_for_all_figures
         assert {field.removesuffix("_from") for _, field, _ in shown["fields"]} == {axis}
         assert shown["range"][1] == pytest.approx(1.02 * largest, rel=0.01)
     assert labels == {"step": "step", "time": "minutes since the start", "epoch": "epoch"}
-
-
-@pytest.mark.slow
-def test_a_zoomed_page_stays_and_another_reloads_itself(page: Page, tmp_path: Path) -> None:
-    run = running_run(tmp_path / "r")
-    path = report(run.path).path
-    page.clock.install()
-    open_page(page, path)
-    page.select_option("[data-control=axis]", "epoch")
-    whole = page.evaluate(SHOWN)["range"]
-    page.locator("#plot-0").scroll_into_view_if_needed()
-    page.mouse.move(*page.evaluate(PLACE, 1.0))
-    page.mouse.down()
-    page.mouse.move(*page.evaluate(PLACE, 2.0), steps=5)
-    page.mouse.up()
-    wait_until(page, f"Bokeh.documents[0].roots()[1].x_range.end < {whole[1]}")
-    assert page.evaluate(SHOWN)["range"] == pytest.approx([1.0, 2.0], abs=0.05)
-    complete(run)
-    report(run.path)
-    page.clock.fast_forward(31_000)
-    assert page.locator(".pill").inner_text() == "running", "the reader is looking at something"
-    page.evaluate("Bokeh.documents[0].roots()[0].reset.emit()")
-    wait_until(page, f"Bokeh.documents[0].roots()[1].x_range.end === {whole[1]}")
-    with page.expect_navigation():
-        page.clock.fast_forward(31_000)
-    assert page.locator(".pill").inner_text() == "completed"
-    wait_until(page, DRAWN)
-    assert page.evaluate(SHOWN)["label"] == "epoch", "what was chosen stays"
-
-
-@pytest.mark.slow
-def test_runs_are_sorted_by_any_column(page: Page, tmp_path: Path) -> None:
-    runs = [completed_run(tmp_path / "b")]
-    runs += [running_run(tmp_path / name, spec=spec_of(name, lr=lr)) for name, lr in (("c", 0.9), ("a", 0.85))]
-    open_page(page, report(*[run.path for run in runs]).path)
-    orders = []
-    settings = ("Settings that differ", "lr")
-    for region, title in [("Results", "run")] * 2 + [settings] * 2 + [("Results", "test accuracy")]:
-        results = page.get_by_role("region", name=region)
-        results.get_by_role("button", name=title, exact=True).click()
-        orders.append("".join(results.locator("tbody th").all_inner_texts()).replace("\n", ""))
-    assert orders == ["cba", "abc", "bca", "acb", "bac"]
-
-
-@pytest.mark.slow
-def test_without_javascript_figures_are_described(launch: Callable[..., Browser], whole: Path) -> None:
-    # Playwright's own switch leaves <noscript> out, and so does its search for text.
-    browser = launch("--blink-settings=scriptEnabled=false")
-    page = browser.new_page()
-    page.goto(whole.as_uri())
-    assert page.locator("noscript .notes").is_visible()
-    assert page.locator("noscript p").filter(visible=True).count() == 1 + FIGURES
-    assert not page.locator(".controls").is_visible()
-    browser.close()

@@ -102,13 +102,6 @@ def test_reason_for_pending_in_words(reason: str, words: str) -> None:
     assert explain_reason(reason) == words
 
 
-def test_fields_of_scontrol() -> None:
-    text = "JobName=it's a run JobState=RUNNING Restarts=2 PreemptTime=None Command=/a b/c=d TRES=cpu=2,gres/gpu=4 \n"
-    fields = slurm.parse_fields(text)
-    assert (fields["JobState"], fields["Restarts"], fields["PreemptTime"]) == ("RUNNING", "2", "None")
-    assert fields["JobName"] == "it's a run"
-
-
 @pytest.mark.parametrize(
     ("fields", "state"),
     [

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 from rich.console import Console
-from support.cluster import hpc
 from support.events import (
     attempt_ended,
     claimed,
@@ -28,12 +27,9 @@ from support.events import (
 
 from hpc.base.files import append_json_line
 from hpc.commands.start import status
-from hpc.run.causes import JobState
 from hpc.run.rundir import RunDir
-from hpc.slurm.squeue import SlurmJob
 from hpc.status import printing, table
-from hpc.status.cells import wait_reason
-from hpc.status.details import budget_lines, interruption_table, largest_parts
+from hpc.status.details import budget_lines, interruption_table
 from hpc.status.run_view import summarize
 from hpc.status.summary import Budgets, UsedBudget
 
@@ -149,13 +145,6 @@ def test_every_row_is_one_line_that_fits(run: RunDir, width: int) -> None:
     assert lines[3].startswith(names[2]), "names that differ at their ends can be told apart"
 
 
-def test_table_without_runs_has_its_titles() -> None:
-    console = Console(width=200, file=io.StringIO())
-    console.print(table.view(console, [], details=False))
-    assert isinstance(console.file, io.StringIO)
-    assert console.file.getvalue().split() == ALL_TITLES.split()
-
-
 def test_reason_of_runs_that_wait_stands_below_the_table(run: RunDir) -> None:
     row = structs.replace(summarize(run, None), state="pending", reason="Resources")
     console = Console(width=80, file=io.StringIO())
@@ -202,14 +191,6 @@ def test_completed_run_without_interruptions_says_so(tmp_path: Path, capsys: Cap
     assert re.search(r"^interrupted  0 *$", printed(capsys, str(run.path)), re.MULTILINE)
 
 
-@pytest.mark.parametrize("columns", ["80", None])
-def test_table_in_a_pipe_respects_columns(columns: str | None, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)
-    done = hpc("status", "--runs-dir", str(run.path.parent), **({"COLUMNS": columns} if columns else {}))
-    titles = ALL_TITLES.split()[:11] if columns else ALL_TITLES.split()
-    assert done.stdout.splitlines()[0].split() == titles
-
-
 def progress_shown(run: RunDir, *, in_terminal: bool) -> str:
     """What --wait prints of a training in two epochs, and after two interruptions."""
     row = structs.replace(
@@ -252,25 +233,12 @@ def test_model_that_learned_nothing_is_a_warning_however_the_end_is_learned_of(r
     assert json.loads(printed(capsys, str(run.path), "--json"))[0]["warnings"][-1] == "the model has learned nothing"
 
 
-def test_largest_parts_come_first() -> None:
-    parts = {"notice": 1.0, "release": 0.0, "start": 120.0, "stage": 4.0, "rendezvous": 9.0, "restore": None}
-    assert largest_parts({**parts, "total": 99.0}) == "start 120.0, rendezvous 9.0, stage 4.0"
-
-
 def test_used_budgets_are_shown() -> None:
     used = (UsedBudget(causes=("crashed", "hang"), failures=3, budget=5),)
     line = "failures without progress: 3 of 5 (crashed, hang)"
     assert budget_lines(Budgets(used=used, same_failure_twice=False)) == [line]
     ended = "the same failure twice in a row has ended the run"
     assert budget_lines(Budgets(used=used, same_failure_twice=True)) == [line, ended]
-
-
-def test_suspended_run_says_so(run: RunDir) -> None:
-    write_events(run, claimed(80.0, 2, job_id="8"))
-    job = SlurmJob(job_id="8", state=JobState.SUSPENDED, reason="None", nodes="gpu01", command=str(run.script))
-    row = summarize(run, [job])
-    assert (row.state, row.reason) == ("pending", "suspended")
-    assert wait_reason(row).startswith("suspended: it continues when")
 
 
 def test_message_that_could_not_be_sent_is_shown_until_it_is(run: RunDir, capsys: Capture) -> None:

@@ -173,12 +173,6 @@ def test_requeued_run_shows_until_when_slurm_holds_it(tmp_path: Path, squeue: Sq
     assert found == f"held by Slurm until {soon:%H:%M} (--begin, or a requeue delay, which hpc supervise ends)"
 
 
-def test_reason_with_brackets_is_shown_as_it_is(tmp_path: Path, squeue: Squeue, capsys: Capture) -> None:
-    squeue(printing(tmp_path, alive(make_run(tmp_path), reason="Odd:gpu[01-03]")))
-    assert status.main(["--runs-dir", str(tmp_path / "runs")]) == 0
-    assert "Odd:gpu[01-03]" in capsys.readouterr().out
-
-
 def test_jobs_are_found_by_any_name_of_the_script(tmp_path: Path) -> None:
     run, other = make_run(tmp_path), make_run(tmp_path, name="other")
     (tmp_path / "link").symlink_to(run.path)
@@ -227,13 +221,6 @@ def test_damaged_run_has_slurms_state_and_hides_no_other(how: str, tmp_path: Pat
     assert (damaged.state, damaged.job_id, damaged.attempt) == ("running", "7", None)
     assert damaged.damaged[0].startswith(f"the records in {run.path} cannot be read: ")
     assert (other.attempt, other.warnings) == (1, [])
-
-
-def test_missing_events_are_a_run_without_attempts(tmp_path: Path, squeue: Squeue) -> None:
-    run = make_run(tmp_path)
-    remove_events(run)
-    squeue(printing(tmp_path, alive(run, "RUNNING")))
-    assert StatusCache().summary(run).state == "running"
 
 
 def test_unreadable_run_hides_no_other(shared: Path) -> None:
@@ -305,13 +292,3 @@ def test_many_runs_and_calls_in_quick_succession_cost_one_call_of_squeue(tmp_pat
     for _ in range(3):
         assert [row.state for row in cache.summaries(runs)] == ["running"] * len(runs)
     assert (tmp_path / "calls").read_text() == "called\n"
-
-
-def test_documents_nested_too_deep_hide_no_run(tmp_path: Path) -> None:
-    """In a shared directory, any user's run could make `hpc status` fail for all."""
-    hostile, sound = make_run(tmp_path, CLAIMED), make_run(tmp_path, CLAIMED, name="s")
-    hostile.final_result.parent.mkdir()
-    for path in (hostile.events / "y.jsonl", hostile.train_metrics, hostile.final_result):
-        path.write_text("[" * 100_000 + "\n")
-    rows = StatusCache().summaries([hostile, sound])
-    assert [(row.run, row.attempt) for row in rows] == [("r", 1), ("s", 1)]

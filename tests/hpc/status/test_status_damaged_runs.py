@@ -16,7 +16,6 @@ from support.reported_runs import pending_run
 from hpc.base.files import append_json_line
 from hpc.report.gather import gather
 from hpc.run.rundir import RunDir
-from hpc.slurm.alive import local_jobs
 from hpc.status.run_view import StatusCache
 from hpc.status.summary import Summary
 from hpc.status.table import view
@@ -136,18 +135,6 @@ def test_no_value_of_any_field_of_any_event_hides_another_run(runs: tuple[RunDir
         assert "sound" in shown(rows, details=False)
         if number % 20 == 0:
             assert gather(damaged, rows[0]).summary == rows[0]
-
-
-@pytest.mark.parametrize("event", EVENTS, ids=lambda event: event["event"])
-def test_no_field_that_is_missing_hides_a_run(event: dict[str, Any], runs: tuple[RunDir, RunDir]) -> None:
-    events = [{"time": 1_700_000_000.0 + at, **each} for at, each in enumerate(EVENTS[: EVENTS.index(event) + 1])]
-    for name in ("time", *event):
-        write(runs[0].events / "x.jsonl", [*events[:-1], {key: events[-1][key] for key in events[-1] if key != name}])
-        row = StatusCache().summary(runs[0])
-        assert "cannot be read" not in "".join(row.damaged)
-        shown([row], details=True)
-        local_jobs(runs[0])
-        observe(runs[0], {}, time.time())
 
 
 def test_row_says_what_is_damaged_in_which_file_and_line(runs: tuple[RunDir, RunDir]) -> None:

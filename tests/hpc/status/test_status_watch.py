@@ -137,24 +137,6 @@ def test_watch_survives_slurm_being_away(tmp_path: Path, squeue: Callable[[str],
         assert terminal.scrolled == 0
 
 
-def test_long_table_is_cut_and_begins_with_runs_that_have_not_ended(
-    tmp_path: Path, squeue: Callable[[str], None]
-) -> None:
-    squeue("exit 0")
-    for i in range(30):
-        make_run(tmp_path, f"old-{i:02d}")
-    waits = make_run(tmp_path, "waits")
-    squeue(f"echo '1|PENDING|BeginTime||n/a|0|N/A|N/A|{waits.script}|'")
-    with watching("--runs-dir", str(tmp_path), lines=6, columns=40) as terminal:
-        for i in range(3):
-            append_json_line(waits.train_metrics, {"step": i, "epoch": 1})
-            terminal.wait(lambda text: text.startswith("run ") and "waits" in text and "..." in text)
-        for _ in range(10):
-            terminal.read()
-        assert terminal.scrolled == 0
-        assert terminal.interrupt() == 130
-
-
 def test_watch_needs_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert status.main(["--watch", "--runs-dir", str(tmp_path)]) == 2
     printed = capsys.readouterr()

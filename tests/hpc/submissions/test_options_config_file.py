@@ -4,17 +4,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cluster import hpc
 
 from hpc.base import program
 from hpc.base.errors import UserError
 from hpc.base.flag_files import with_files
 from hpc.submissions.options import flag_names, submit_flags
 from training.config import command_line
-from training.config.command_line import preset, recipe_path, recipes
+from training.config.command_line import preset, recipes
 from training.config.model_names import check_model, torchvision_weights
 from training.config.train_config import TrainConfig
-from training.engine.optim import highest_learning_rate
 
 KNOWN = flag_names(submit_flags())
 
@@ -90,21 +88,6 @@ def test_a_file_overrides_its_recipe_and_the_command_line_both(tmp_path: Path) -
     assert (other.model, other.epochs) == ("resnet20", 3)
 
 
-def test_the_rate_of_the_vgg19_recipe_grows_with_the_square_root_of_the_ranks() -> None:
-    for world_size in (1, 4, 8):
-        train = training("--recipe=vgg19-20class", "--data=/photos", f"--batch-size={64 * world_size}")
-        assert highest_learning_rate(train) == pytest.approx(1e-4 * world_size**0.5)
-
-
-def test_a_copy_of_a_recipe_can_be_given_as_a_file(tmp_path: Path) -> None:
-    for name in recipes():
-        text = recipe_path(name).read_text()
-        copied = settings(*in_file(tmp_path, text))
-        assert copied.items() - {"config": copied["config"]}.items() == (
-            settings(f"--recipe={name}").items() - {"recipe": name}.items()
-        )
-
-
 def test_training_that_names_no_data_gets_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command_line, "FASHION_MNIST_DIRECTORY", tmp_path)
     assert preset({"epochs": "3"}, KNOWN) == {"data": "fashion-mnist"}
@@ -130,9 +113,3 @@ def test_unknown_recipes_and_flags_are_refused(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=message):
         settings(flag, "--data=x")
-
-
-def test_the_trainer_refuses_an_unknown_recipe(tmp_path: Path) -> None:
-    done = hpc("train", "--recipe=cifr", "--data=x", cwd=tmp_path)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "--recipe is 'cifr', which is not known: use cifar" in done.stderr

@@ -29,7 +29,8 @@ def write_files(path: Path) -> None:
     (path / "runs" / "taken").mkdir(parents=True)
     (path / "list.yaml").write_text("- 1\n")
     (path / "broken.yaml").write_text("a: [\n")
-    (path / "file").write_text("")
+    for name in ("file", "train.py", "train.sh"):
+        (path / name).write_text("")
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +110,10 @@ def test_bad_defaults_are_refused_and_the_nearest_place_wins(
         (["--runs-dir=a%j"], r"Slurm replaces %"),
         (["--config=list.yaml"], r"--config list.yaml is not a mapping"),
         (["--config=broken.yaml"], r"--config broken.yaml cannot be read"),
+        (["--runs-dir=/tmp/runs"], r"--runs-dir /tmp/runs is on this node's own disk: use a directory that all"),
+        (["--config=none.yaml"], r"--config none.yaml cannot be read: .*No such file"),
+        (["--", "trian.py"], r"script 'trian.py' does not exist: did you mean train.py\?"),
+        (["--", "./train.sh"], r"'./train.sh' is not a Python file: after --, give the file that it runs on each rank"),
         (["--sbatch=array=0-3"], r"--sbatch array: job arrays are not supported: submit one run per setting"),
         (["--sbatch=hetjob"], r"--sbatch hetjob: heterogeneous jobs are not supported: submit one run, or one per"),
     ],
@@ -116,7 +121,7 @@ def test_bad_defaults_are_refused_and_the_nearest_place_wins(
 )
 def test_refused(site: Site, arguments: list[str], message: str) -> None:
     given = {argument.partition("=")[0] for argument in arguments}
-    data = [] if "--data" in given else ["--data=data"]
+    data = [] if given & {"--data", "--"} else ["--data=data"]
     assert re.search(message, refused(site, *data, *arguments))
 
 

@@ -1,4 +1,4 @@
-"""The help of `hpc submit`: short, with all flags on request; and of the verbs whose defaults are those of a run."""
+"""The help of `hpc submit`: short, with all flags on request."""
 
 import re
 
@@ -12,8 +12,8 @@ from training.config.command_line import recipes
 _MOST_LINES = 120
 
 
-def printed(flag: str, verb: str = "submit") -> str:
-    done = hpc(verb, flag, COLUMNS="80")
+def printed(flag: str) -> str:
+    done = hpc("submit", flag, COLUMNS="80")
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -4,13 +4,10 @@ tests/acceptance has preemptions, killed and hung ranks, spares, elastic runs an
 """
 
 import json
-import os
-import signal
 import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 from support.cluster import (
@@ -19,8 +16,6 @@ from support.cluster import (
     VERY_FEW_EPOCHS,
     Run,
     Site,
-    add_script,
-    agent_pids,
     assert_equal,
     refused,
 )
@@ -128,50 +123,3 @@ def test_first_node_whose_link_is_lost_for_seconds(site: Site) -> None:
     [interruption] = status["interruptions"]
     assert interruption["cause"] == "node_failure"
     assert interruption["steps_lost"] <= 6
-
-
-STEPS = """
-import json, os, signal, sys, time
-from pathlib import Path
-
-told = []
-signal.signal(signal.SIGUSR2, lambda *_: told.append(True))
-run, rank = Path(os.environ["TORCHRELAY_RUN_DIR"]), int(os.environ["RANK"])
-# TORCHELASTIC_RESTART_COUNT stays 0 where a torchrun restarts its ranks because another node's have ended.
-hung = run / f"hung-{rank}"
-for step in range(1, 10**9):
-    beat = {"pid": os.getpid(), "rank": rank, "step": step, "phase": "step", "step_seconds": 0.1}
-    Path(os.environ["TORCHRELAY_HEARTBEAT"]).write_text(json.dumps(beat))
-    if told:
-        (run / "stop").touch()
-    if (run / "stop").exists():
-        sys.exit(0)
-    if step == 10 and not hung.exists():
-        hung.touch()
-        time.sleep(1000)
-    time.sleep(0.1)
-"""
-
-
-def stacks_of(run: Run) -> list[dict[str, Any]]:
-    """Return what `hpc logs --stacks` says of a run."""
-    groups: list[dict[str, Any]] = json.loads(run.site.hpc("logs", run.directory.name, "--stacks", "--json").stdout)
-    return groups
-
-
-def test_own_script_is_checked_watched_and_stopped(site: Site) -> None:
-    add_script(site, "steps.py", STEPS)
-    flags = ("--nodes=2", "--gpus-per-node=1", "--hang-timeout=3s", "--name=steps")
-    run = site.submit(*flags, "--", "steps.py")
-    run.wait("the interruption", lambda: run.events("interruption"))
-    [preflight], [checked], [hang] = (run.events(kind) for kind in ("preflight", "checked", "interruption"))
-    assert preflight["world_size"] == 2
-    [attempt] = run.status()["attempts"]
-    assert checked["nodes"] == attempt["nodes"]
-    assert (hang["cause"], hang["round"]) == ("hang", 2), "the first round is the preflight's"
-    run.wait("the same stack of both ranks", lambda: [group["ranks"] for group in stacks_of(run)] == [[0, 1]])
-    # A signal that only one node gets, and not the first node: the script ends with 0, and is not complete.
-    [agent] = agent_pids(run, attempt["nodes"][1])
-    os.kill(agent, signal.SIGUSR2)
-    run.wait("the next job", lambda: run.events("resubmitted"))
-    assert run.status()["attempts"][0]["cause"] == "time_limit"

@@ -21,11 +21,9 @@ from test_findings import CONFIG, NODE, PARTITIONS
 
 from hpc.base.files import append_json_line
 from hpc.cluster.doctor.node_job import read_reports, srun_argv
-from hpc.commands.cluster.doctor import DoctorOptions, find_run
 from hpc.run.rundir import RunDir
 from hpc.slurm.client import TESTBED_DIRECTORY
 
-ROOT = Path(__file__).parents[4]
 ANSWERS = {
     "scontrol": ('case "$*" in\n*partition) cat partitions;;\n*config) cat config;;\n*) exit 1;;\nesac\n'),
     "sbatch": "exit 1\n",
@@ -80,15 +78,6 @@ def test_recorded_cluster(tmp_path: Path, recorded: Path) -> None:
     assert found["SlurmdTimeout"]["severity"] == "note"
 
 
-def test_notes_are_no_failure_and_are_counted(shared: Path, recorded: Path) -> None:
-    done = doctor(shared, recorded)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "SlurmdTimeout=300 s" in done.stdout
-    assert "AllocNodes" not in done.stdout
-    notes = [one for one in findings(doctor(shared, recorded, "--json")).values() if one["severity"] == "note"]
-    assert done.stdout.splitlines()[-1].startswith(f"no problems, {len(notes)} notes")
-
-
 def test_silent_controller_is_one_finding(tmp_path: Path, recorded: Path) -> None:
     answer(recorded, scontrol=SILENT)
     done = doctor(tmp_path, recorded, "--json")
@@ -117,14 +106,6 @@ def test_default_number_of_nodes_measures_no_node(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_newest_run_that_has_saved_is_the_default(tmp_path: Path) -> None:
-    new_run(tmp_path, "older", save_seconds=9.0)
-    saved = new_run(tmp_path, "newer", save_seconds=3.0)
-    new_run(tmp_path, "newest")
-    assert find_run(DoctorOptions(runs_dir=tmp_path)) == saved
-    assert find_run(DoctorOptions(runs_dir=tmp_path / "none")) is None
-
-
 def test_srun_requests_the_resources_of_submit() -> None:
     resources = resources_of(nodes="2", gpus_per_node="4", partition="gpu", account="me", time="10m", sbatch=("x=y",))
     argv = srun_argv(resources, ("gpu01", "gpu02"), ("module", "argument"))
@@ -142,29 +123,6 @@ def test_reports_of_tasks_that_print_at_the_same_time() -> None:
     assert read_reports("\n".join(["0: a word of the site's prologue", *mixed])) == [NODE, NODE]
     assert read_reports("\n".join(mixed[:-2])) == [], "reports that were cut off are none"
     assert read_reports("") == []
-
-
-@pytest.mark.slow
-def test_node_that_does_not_see_the_runs_directory_inspects_itself(tmp_path: Path) -> None:
-    clients = answer(tmp_path, squeue="", sinfo="", scontrol="", scancel="")
-    (clients / "timeout").symlink_to("/usr/bin/timeout")
-    allocation = {
-        "SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": str(os.getpid()), "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
-        "SLURM_NODEID": "0", "SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "localhost",
-        "CUDA_VISIBLE_DEVICES": "", "PATH": str(clients),
-    }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "jobs.node_probe", "/nonexistent", "/tmp", "1", "", "", sys.executable],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT), **allocation}, capture_output=True, text=True,
-        check=True,
-    )  # fmt: skip
-    report = json.loads(done.stdout)
-    assert report["name"] == "localhost"
-    assert report["sees_runs"] is False
-    assert (report["world_size"], report["device"], report["problem"]) == (1, "CPU", "")
-    assert report["stage_gb_per_second"] > 0
-    assert report["runs_gb_per_second"] is None
-    assert report["slurm_error"] == "sbatch: not on the PATH"
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cluster import need
 from support.waiting import wait_for
 
 from hpc.cluster.testbed import daemons, layout
@@ -107,12 +106,6 @@ def test_each_task_sees_a_machine_of_its_own(slurm: Slurm) -> None:
     assert {line.split(maxsplit=1)[1] for line in lines} == {"0,1 0 1777 1777"}
 
 
-def test_jobs_share_a_node(slurm: Slurm) -> None:
-    flags = ("--nodelist=gpu01", "--gpus-per-node=1", "--cpus-per-task=2")
-    jobs = [slurm.submit("sleep 60", *flags) for _ in range(4)]
-    assert {slurm.field(job, "%N") for job in jobs} == {"gpu01"}
-
-
 def test_secrets_are_roots_alone(nobody: Slurm) -> None:
     assert nobody("cat", nobody.slurm_conf)
     with pytest.raises(AssertionError, match="Permission denied"):
@@ -190,7 +183,7 @@ def test_down_leaves_nothing_behind(box: Box) -> None:
     assert traces(box) == before
 
 
-@pytest.mark.parametrize("victim", ["slurmctld", "munged", "gpu01"])
+@pytest.mark.parametrize("victim", ["slurmctld", "gpu01"])
 def test_up_mends_what_was_killed(box: Box, victim: str) -> None:
     type_testbed("up", *SMALL, prefix=box)
     call(*box, "sh", "-c", f"kill -KILL $(cat {layout.RUN}/{victim}.pid)")
@@ -198,20 +191,12 @@ def test_up_mends_what_was_killed(box: Box, victim: str) -> None:
     assert hostname_in_a_job(box) == "gpu01"
 
 
-@pytest.mark.parametrize("seconds", [0.3, 0.5, 0.7])
+@pytest.mark.parametrize("seconds", [0.3, 0.7])
 def test_up_goes_on_after_an_interrupted_up(box: Box, seconds: float) -> None:
     type_testbed("down", prefix=box)
     killed = ("timeout", "--signal=KILL", str(seconds), sys.executable, "-m", "hpc.testbed", "up", *SMALL)
     subprocess.run([*box, *killed], cwd=ROOT, capture_output=True, check=False, timeout=60)
     assert [node["state"] for node in type_testbed("up", *SMALL, prefix=box)["nodes"]] == ["idle"]
-
-
-def test_two_at_once_and_another_shape(box: Box) -> None:
-    type_testbed("up", *SMALL, prefix=box)
-    command = (*box, sys.executable, "-m", "hpc.testbed", "up", "--nodes", "3", "--gpus-per-node", "1")
-    both = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for _ in range(2)]
-    assert [process.wait(timeout=120) for process in both] == [0, 0]
-    assert [node["state"] for node in type_testbed("status", prefix=box)["nodes"]] == ["idle"] * 3
 
 
 def test_node_that_is_back_before_slurm_missed_it_has_lost_its_job(box: Box) -> None:
@@ -239,13 +224,3 @@ def test_mistakes_are_answered_in_a_line_that_helps(box: Box) -> None:
     assert call(*box, *testbed_verb, "down") == f"ended the testbed of {layout.ROOT}"
     assert call(*box, *testbed_verb, "down") == f"there is no testbed in {layout.ROOT}"
     assert "hpc.testbed up" in fails(*box, *testbed_verb, "revive-node", "gpu01")
-
-
-def test_accounting_remembers_how_a_job_ended(box: Box) -> None:
-    need("slurmdbd", "mariadbd")
-    type_testbed("up", *SMALL, "--accounting", prefix=box)
-    slurm = Slurm(str(layout.SLURM_CONF), ROOT, (*box, *AS_NOBODY))
-    job = slurm("sbatch", "--parsable", "--output=/dev/null", "--gpus-per-node=1", "--wrap=exit 3")
-    ask = ("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", "--format=user,state,exitcode")
-    wait_for(lambda: slurm(*ask) == "nobody|FAILED|3:0")
-    type_testbed("down", prefix=box)

@@ -6,23 +6,10 @@ from pathlib import Path
 import pytest
 
 from hpc.base.errors import UserError
-from hpc.cluster.testbed import daemons, layout, render
+from hpc.cluster.testbed import daemons, layout
 from hpc.cluster.testbed.system import locked
 from hpc.commands.cluster.testbed import main
 from hpc.slurm import client
-
-
-def test_ranges_profile_has_many_nodes_with_leading_zeros() -> None:
-    names = [node.name for node in layout.TestbedShape(profile="ranges").all_nodes]
-    assert (len(names), names[0], names[9], names[31]) == (32, "gpu001", "gpu010", "gpu032")
-    few = layout.TestbedShape(profile="ranges", nodes=2)
-    assert [node.name for node in few.all_nodes] == ["gpu001", "gpu002"]
-    assert "NodeName=gpu002 NodeAddr=10.77.0.2 " in render.slurm_conf(few)
-
-
-def test_nodes_without_gpus_mention_none() -> None:
-    shape = layout.TestbedShape(gpus_per_node=0)
-    assert "gpu:" not in render.slurm_conf(shape) + render.gres_conf(shape)
 
 
 @pytest.mark.parametrize("wrong", [{"nodes": 0}, {"nodes": 100}, {"gpus_per_node": -1}])
@@ -46,11 +33,6 @@ def test_impossible_shape_is_refused(wrong: dict[str, int]) -> None:
 def test_what_an_action_does_not_take_is_refused(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words.split()) == 2
     assert capsys.readouterr().err.startswith(f"hpc testbed: {message}")
-
-
-def test_unknown_node_lists_the_known() -> None:
-    with pytest.raises(UserError, match=r"'gpu9'.*gpu01 gpu02$"):
-        layout.TestbedShape(nodes=2).node("gpu9")
 
 
 def test_silent_node_is_unresponsive_until_slurm_calls_it_down() -> None:

@@ -102,18 +102,6 @@ def test_shards_of_a_checkpoint_are_evaluated_on_images_of_some_of_the_classes(s
     assert some["evaluation"]["source"] == str(sharded.directory.path)
 
 
-@pytest.mark.slow
-def test_run_that_trains_is_evaluated_at_its_newest_checkpoint(site: Site) -> None:
-    flags = ("--cluster=local", "--nodes=1", "--gpus-per-node=1", "--cpus-per-gpu=1", "--data=data", "--batch-size=64")
-    training = site.submit(*flags, "--epochs=100000", "--checkpoint-every=5", "--name=training")
-    training.wait("the first validation", (training.directory.best / "model.json").exists)
-    training.wait("a checkpoint", lambda: list(training.directory.checkpoints.glob("step-*")))
-    _, result = evaluate(site, "training", "--checkpoint=last")
-    assert result["evaluation"]["step"] > 0
-    assert training.status()["state"] == "running"
-    training.cancel()
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

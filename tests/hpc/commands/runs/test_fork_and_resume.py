@@ -13,11 +13,9 @@ from support.staging_nodes import contents
 from torchrelay.checkpoint_files import list_checkpoints
 
 from hpc.base.files import read_json_lines
-from hpc.base.units import TimeLimit
 from hpc.programs.program_kinds import program_of_run
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
-from hpc.submissions.resumed_run import options_of
 from training.config.classifier_flags import ClassifierFlags
 from training.config.train_config import TrainConfig
 
@@ -208,20 +206,6 @@ def test_cancelled_for_good_is_not_resumed(local_site: Site, complete: Run) -> N
         local_site, "resume", "one"
     )
     assert "there is no run 'none'" in refused(local_site, "cancel", "two", "none")
-
-
-# --- its parts ---
-
-
-def test_settings_of_the_run_are_kept_unless_others_are_given(complete: Run) -> None:
-    run, spec = {"run": str(complete.directory.path)}, RunSpec.load(complete.directory)
-    kept, time = options_of(run), None if spec.has_default_time else spec.resources.time
-    assert (kept.recovery, kept.network, kept.resources) == (
-        spec.recovery, spec.network, replace(spec.resources, time=time),
-    )  # fmt: skip
-    other = options_of({**run, "setup": ["c"], "elastic": True, "time": "2h", "epochs": 30})
-    assert other.resources == replace(spec.resources, setup=("c",), time=TimeLimit(7200))
-    assert (other.recovery.elastic, other.program) == (True, {"epochs": 30})
 
 
 @pytest.mark.parametrize("flag", ["--after", "--after-ok"])

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 from support.cluster import hpc
-from support.reported_runs import STEPS, complete, completed_run, running_run, spec_of
+from support.reported_runs import STEPS, complete, completed_run, running_run
 from support.trackers import mlflow_environment, mlflow_runs, wandb_records, wandb_rows, wandb_runs
 
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
-from hpc.services.tracking.tracker import rank_variables
 
 pytestmark = pytest.mark.timeout(300)
 LOGGED = STEPS // 2
@@ -85,10 +84,3 @@ def test_script_finds_the_run_that_its_submission_has_made_at_mlflow(
     spec = RunSpec.load(run)
     assert (spec.mlflow_run, kept.info.run_name, kept.info.status) == (kept.info.run_id, "a", "FINISHED")
     assert run.rank_log(1, 0).read_text().splitlines()[-1].split() == [kept.info.run_id, f"a-{spec.id}"]
-
-
-def test_scripts_of_all_attempts_continue_one_run() -> None:
-    run, spec = RunDir(Path("/runs/pets")), spec_of("pets")
-    assert rank_variables(run, spec) == {
-        "WANDB_RUN_ID": "pets", "WANDB_RESUME": "allow", "WANDB_NAME": "pets", "WANDB_DIR": "/runs/pets",
-    }  # fmt: skip

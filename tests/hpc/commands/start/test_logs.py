@@ -17,7 +17,7 @@ from support.events import attempt_ended, claimed, interruption, rank_failed, re
 from hpc.commands.start import logs
 from hpc.run.events.ledger import Event
 from hpc.run.rundir import RunDir
-from hpc.status.log_reader import Tail, merged, offset_of_last
+from hpc.status.log_reader import Tail
 
 BLOCK = 2**17
 
@@ -193,15 +193,6 @@ def test_failed_run_starts_before_its_first_error(
     assert len(json.loads(capsys.readouterr().out)) == 2 * 502
 
 
-@pytest.mark.parametrize("detail", ["", "what the log does not have"])
-def test_error_that_is_not_in_the_log_shows_its_end(
-    detail: str, run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fail(run, detail=detail)
-    run.rank_log(2, 5).write_text("killed\n")
-    assert printed(capsys, run) == ["[2:5] killed"]
-
-
 def test_failure_without_a_rank_and_one_that_an_attempt_follows_hide_nothing(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -266,27 +257,6 @@ def test_tail_begins_anew_with_a_log_that_was_cut_or_replaced(tmp_path: Path) ->
     assert list(tail.lines()) == []
     log.write_text("again\n")
     assert list(tail.lines()) == ["again"]
-
-
-def test_merging_goes_on_where_it_was(tmp_path: Path) -> None:
-    one, two = Tail(tmp_path / "1"), Tail(tmp_path / "2")
-    one.path.write_text("2026-01-01 00:00:05 a\n")
-    two.path.write_text("2026-01-01 00:00:01 b\n")
-    assert [line[-1] for _, line in merged([one, two])] == ["b", "a"]
-    with one.path.open("a") as file:
-        file.write("still a\n")
-    two.path.open("a").close()
-    assert [line for _, line in merged([one, two])] == ["still a"]
-    assert one.time > two.time
-
-
-@pytest.mark.parametrize("position", [0, BLOCK - 5, 2 * BLOCK + 3])
-def test_last_place_of_a_text_is_found_across_blocks(position: int, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.write_bytes(b"." * position + b"\nneedle\n" + b"." * BLOCK)
-    assert offset_of_last(log, "needle") == position + 1
-    assert offset_of_last(log, "hay") is None
-    assert offset_of_last(tmp_path / "none", "needle") is None
 
 
 @pytest.fixture

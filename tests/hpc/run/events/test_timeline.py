@@ -18,7 +18,7 @@ from support.events import (
 
 from hpc.run.events.downtime import interruptions_of
 from hpc.run.events.history import History
-from hpc.run.events.kinds import AttemptEnded, Claimed, Event, FirstStep, TrainStarted
+from hpc.run.events.kinds import Claimed, Event, FirstStep, TrainStarted
 from hpc.run.events.timeline import GPU_PARTS, Period, gpu_hours, periods_of
 
 STEPS = 400
@@ -92,11 +92,6 @@ def test_a_script_of_the_users_own_has_no_startup() -> None:
     assert found[-1] == ("training", 300, 505, None)
 
 
-def test_recovery_whose_beginning_is_not_recorded_ends_with_the_first_step() -> None:
-    events = [replace(one, failed_at=None) if isinstance(one, AttemptEnded) else one for one in EVENTS]
-    assert short(periods(events, 505))[5:] == [("queue", 234, 300, 2), ("recovery", 300, 310, 2), ALL_PERIODS[-1]]
-
-
 def test_pause_before_a_resumption_is_neither_queue_nor_recovery() -> None:
     events = sorted([*events_until(505), resumed(290.0), resubmitted(292.0)], key=lambda event: event.time)
     found = short(periods(events, 505))
@@ -147,8 +142,3 @@ def test_gpus_of_a_script_are_productive_as_far_as_its_lost_steps_are_known(
     hours = gpu_hours(History(EVENTS), periods(EVENTS, 505, own_script=True), 1, {"step": 400}, steps_lost=lost)
     found = {part: round(3600 * value, 1) for part, value in hours.items() if part in {"productive", "unknown"}}
     assert found == parts
-
-
-def test_waiting_in_the_queue_costs_nothing() -> None:
-    assert gpu_seconds(events_until(0), 500, steps=0) == {}
-    assert gpu_seconds(events_until(234), 234, steps=210) == gpu_seconds(events_until(234), 290, steps=210)

@@ -6,17 +6,6 @@ from hpc.base.files import append_json_line
 from hpc.services.tracking.points import read_points
 
 
-def test_points_have_the_names_of_their_files_and_splits(tmp_path: Path) -> None:
-    append_json_line(tmp_path / "train.jsonl", {"step": 10, "epoch": 1, "loss": 0.5, "attempt": 1, "time": 7.0})
-    append_json_line(tmp_path / "eval.jsonl", {"step": 10, "split": "val", "accuracy": 0.25, "total": 100})
-    append_json_line(tmp_path / "gpu.jsonl", {"step": 10, "watts": 300})
-    points = read_points(tmp_path, {})
-    assert {point.series: dict(point.values) for point in points} == {
-        "gpu": {"gpu/watts": 300.0}, "train": {"train/loss": 0.5, "epoch": 1.0}, "val": {"val/accuracy": 0.25},
-    }  # fmt: skip
-    assert [point.time for point in points if point.series == "train"] == [7.0]
-
-
 def test_steps_that_were_sent_are_left_out_and_the_last_line_of_a_step_counts(tmp_path: Path) -> None:
     for step, loss in ((10, 3.0), (20, 2.0), (30, 9.0), (20, 2.5), (30, 1.0)):  # it restarted after step 10
         append_json_line(tmp_path / "train.jsonl", {"step": step, "loss": loss})

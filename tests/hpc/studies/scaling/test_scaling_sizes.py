@@ -59,26 +59,6 @@ def test_conclusions_name_the_limit_and_its_reason() -> None:
     )
 
 
-def test_conclusions_call_slower_what_is_slower_and_say_up_or_out() -> None:
-    sizes = [measured(1, 1, 100), measured(1, 2, 20), measured(2, 1, 23)]
-    assert conclusions(sizes)[0] == "More ranks pay up to 1 rank (1x1): 2 ranks (2x1) are slower, at 23% of that speed."
-    assert conclusions(sizes)[-1] == "2 ranks: 2x1 is 1.15 times as fast as 1x2: scale out."
-    sizes = [measured(1, 1, 100), measured(1, 2, 190), measured(2, 1, 160)]
-    assert conclusions(sizes) == [
-        "More ranks pay up to the largest size, 2 ranks (1x2): each rank has 95% of its speed in the smallest size.",
-        "2 ranks: 1x2 is 1.19 times as fast as 2x1: scale up.",
-    ]
-    assert conclusions(sizes[:1]) == []
-
-
-def test_waiting_for_data_is_a_reason() -> None:
-    sizes = [measured(1, 1, 100), measured(2, 1, 110, data_wait_share=0.4)]
-    assert conclusions(sizes)[1].startswith("They wait 40% of the time for data")
-    sizes[1] = measured(2, 1, 110, data_wait_share=0.01)
-    assert conclusions(sizes)[1] == "They wait neither for data nor for each other: type hpc doctor."
-    assert len(conclusions([measured(1, 1, 100), measured(2, 1, 110)])) == 1, "a script does not report its waits"
-
-
 @pytest.mark.parametrize(("state", "code"), [("failed", 1), ("running", 0)])
 def test_without_a_measured_speed_an_ended_study_has_failed(
     state: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -131,7 +131,6 @@ def test_wrong_command_lines_leave_nothing(site: Site) -> None:
         (("--param=lr=1,2", *SHORT_LOCAL_CONSTANT_LR), "the sweep has no name: add --name NAME"),
         (("--name=x",), "there is no sweep x in runs: add --param NAME=VALUES to start one"),
         (("--name=x", "--param=lrr=1,2", *SHORT_LOCAL_CONSTANT_LR), "there is no training flag --lrr"),
-        (("--name=x", "--param=lr=1,2", *LOCAL, "--", "scored.py"), "has no {lr} for its value"),
         (("--name=x", "--param=lr=log:1,2", "--sampler=grid", *SHORT_LOCAL_CONSTANT_LR), "a grid needs a list"),
         (("--name=x", "--param=lr=1,2", "--trials=0", *SHORT_LOCAL_CONSTANT_LR), "--trials is 0"),
         (("--name=x", "--param=model=none,other", *SHORT_LOCAL_CONSTANT_LR), "--model is '"),

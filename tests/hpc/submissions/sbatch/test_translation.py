@@ -84,9 +84,7 @@ ONE_GPU = "#SBATCH --gpus-per-node=1"
         (["#SBATCH --partitoin=gpu", "python train.py"], "did you mean partition?"),
         (["#SBATCH --signal=B:USR1@60", "python train.py"], "line 2: --signal=B:USR1@60 does not signal the ranks"),
         (["#SBATCH --ntasks=8 --gpus=8", "srun python train.py"], "line 2: --ntasks=8 leaves the number of nodes"),
-        (["#SBATCH -N2 --gpus=3", "srun torchrun train.py"], "line 2: --gpus=3 is not the same number on"),
         (["#SBATCH --gres=gpu:4", "#SBATCH --gpus-per-node=8", "python train.py"], "ask for other numbers of GPUs"),
-        (["#SBATCH --ntasks-per-node=4 -n5", "srun python train.py"], "line 2: --ntasks=5 is not the same number on"),
         (["#SBATCH hello", "python train.py"], "line 2: 'hello' is not an option"),
         (["#SBATCH -D nowhere", "python train.py"], "line 2: --chdir=nowhere: there is no such directory"),
         (["#SBATCH -N two", "python train.py"], "line 2: --nodes=two: write a number"),
@@ -97,7 +95,6 @@ ONE_GPU = "#SBATCH --gpus-per-node=1"
         (["#SBATCH --ntasks-per-node=4", "srun torchrun --nproc-per-node 4 t.py"], "line 3: srun starts 4 launchers"),
         # Lines that are more than a list of commands.
         ([ONE_GPU, "for seed in 1 2; do", "python train.py", "done"], "line 3: `for seed in 1 2; do python"),
-        ([ONE_GPU, "train() { python train.py; }", "train"], "is more than a plain command"),
         ([ONE_GPU, "cat > a.yaml <<END", "it's: 1", "END", "python train.py"], "line 3: a here-document"),
         ([ONE_GPU, "srun python train.py &", "wait"], "line 3: `srun python train.py` runs in the background"),
         ([ONE_GPU, "cat list | python train.py"], "hpc submit does not understand |"),
@@ -105,7 +102,6 @@ ONE_GPU = "#SBATCH --gpus-per-node=1"
         ([ONE_GPU, "python train.py < list"], "reads its input from <"),
         ([ONE_GPU, "python a.py", "python b.py"], "line 4: `python b.py` comes after the program of line 3"),
         ([ONE_GPU, "trap 'scontrol requeue $SLURM_JOB_ID' USR1", "python train.py"], "does not know what trap "),
-        ([ONE_GPU, "frobnicate --all", "python train.py"], "not know what frobnicate --all does"),
         ([ONE_GPU, "cd /nonexistent", "python train.py"], "line 3: cd /nonexistent: there is no such directory here"),
         # Programs that a run does not start.
         ([ONE_GPU, "bash train.sh"], "line 3: bash train.sh is a shell script"),
@@ -113,15 +109,12 @@ ONE_GPU = "#SBATCH --gpus-per-node=1"
         ([ONE_GPU, "srun -w gpu01 python train.py"], "line 3: srun --nodelist=gpu01: a run has one program"),
         ([ONE_GPU, "accelerate launch --config_file a.yaml train.py"], "line 3: --config-file: torchrun starts"),
         ([ONE_GPU, "python -m torch.distributed.launch train.py"], "line 3: torch.distributed.launch passes"),
-        ([ONE_GPU, "srun bash -c 'echo hi'"], "line 3: `srun bash -c 'echo hi'` starts no training"),
         ([ONE_GPU, "srun bash -c 'export X=$SLURM_PROCID; python train.py'"], "differs in each task"),
         # Arguments that are known only in the job.
         ([ONE_GPU, "python train.py --out $SLURM_JOB_ID"], "known only in the job: write {run_dir}"),
         ([ONE_GPU, "X=$(date +%s)", "python train.py --seed $X"], "line 4: $(date +%s) is computed while the job runs"),
-        ([ONE_GPU, "python train.py $1"], "line 3: $1 is computed while the job runs"),
         ([ONE_GPU, "python train.py --lr $LR"], "line 3: $LR is set neither in the file nor in this shell"),
         ([ONE_GPU, "python train.py $((SLURM_JOB_ID % 100))"], "is computed while the job runs"),
-        ([ONE_GPU, "python train.py --port $RANDOM"], "line 3: $RANDOM is known only in the job"),
         (
             [ONE_GPU, "export MASTER_ADDR=$(hostname)", "python train.py --dist-url tcp://$MASTER_ADDR:1"],
             "have the script read what torchrun sets (MASTER_ADDR",

@@ -83,9 +83,6 @@ FILES: dict[str, tuple[bytes, str]] = {
     "bare": (b"python train.py\n", "bare does not begin with #!/bin/bash, so sbatch would refuse it"),
     "broken": (b"#!/bin/bash\nif true; then\n", "broken is not valid Bash (line 3: syntax error"),
     "idle": (b"#!/bin/bash\n#SBATCH -N1\n", "idle: no line starts a training: write srun python train.py"),
-    "twice": (b"#!/bin/bash\nsrun python a.py\nsrun python b.py\n", "twice: line 3: `srun python b.py` comes after"),
-    "text": (b"#!/bin/bash\ncat <<END\nsrun python a.py\nEND\n", "text: line 2: a here-document (<<)"),
-    "variable": (b"#!/bin/bash\n#SBATCH -p $P\nsrun python a.py\n", "variable: line 2: Slurm expands no variables"),
 }  # fmt: skip
 
 

@@ -21,20 +21,6 @@ def everything(_: os.DirEntry[str]) -> bool:
     return False
 
 
-def test_a_directory_without_a_copy_is_one_link(tmp_path: Path) -> None:
-    touch(tmp_path, "train.py", "data/a/b.bin", "src/pkg/x.py", "src/pkg/x.so", "src/other/y.bin", "here/z.bin")
-    layout = lay_out(tmp_path, {"train.py", "src/pkg/x.py"}, everything, made=["here", "new/place"])
-    assert layout.links == ("data", "here/z.bin", "src/other", "src/pkg/x.so")
-    assert layout.directories == ("here", "new", "new/place", "src", "src/pkg")
-
-
-def test_what_the_run_has_written_has_its_place(tmp_path: Path) -> None:
-    touch(tmp_path, "out/a.bin", "out/b.bin", "data/x.bin")
-    layout = lay_out(tmp_path, (), everything, written=["out/b.bin", "out/deep/c.bin", "empty/"])
-    assert layout.links == ("data", "out/a.bin")
-    assert layout.directories == ("empty", "out", "out/deep")
-
-
 def test_a_crowded_directory_is_one_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     touch(tmp_path, "train.py", "images/prepare.py", *(f"images/{number}.bin" for number in range(5)))
     monkeypatch.setattr(code_layout, "_MOST_LINKS", 5)

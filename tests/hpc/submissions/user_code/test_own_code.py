@@ -203,10 +203,6 @@ UPWARD = {
     "pathlib": "import sys\nfrom pathlib import Path\nROOT = Path(__file__).resolve().parents[1]\n"
     "sys.path.append(str(ROOT))\nimport lib.model\n",
     "a path": 'rows = open("../data/a.csv")\nimport lib.model\n',
-    "a variable": "import os, sys\nhere = os.path.dirname(os.path.abspath(__file__))\n"
-    "sys.path += [os.path.dirname(here)]\nimport lib.model\n",
-    "the working directory": "import sys\nfrom pathlib import Path\nsys.path += [str(Path().resolve().parent)]\n"
-    "import lib.model\n",
     "an f-string": "import os\nopen(f'{os.getcwd()}/../data/a.csv')\n",
     "an argument": "import sys\nopen(sys.argv[1])\n",
 }

@@ -40,14 +40,11 @@ def test_equal_trainings_are_told(text: str, tmp_path: Path) -> None:
     "text",
     [
         "import torch, torch.distributed as dist\ndist.init_process_group()\n",
-        "import torch, torch.distributed as dist\nsetup(dist)\n",
         "import torch, lightning\n",
         "import torch\nfrom accelerate import Accelerator\n",
-        "import torch, my_company_trainer\n",
         "import torch\nfrom helpers import start\n",
         "import torch, importlib\nimportlib.import_module('engine').run()\n",
         "import torch, os\nshard = int(os.environ['RANK'])\n",
-        "import torch\nfrom torch.distributed.device_mesh import init_device_mesh\n",
     ],
 )
 def test_nothing_is_told_of_ranks_that_may_be_joined(text: str, tmp_path: Path) -> None:
@@ -81,7 +78,6 @@ FIXED = "hydra:\n  run:\n    dir: outputs/fixed\n"
     ("decorator", "arguments", "config", "is_told"),
     [
         ('config_path="conf"', (), "", True),
-        ('version_base="1.1"', ("lr=1",), "", True),
         ("version_base=None", (), "", False),
         ("version_base=None", ("hydra.job.chdir=True",), "", True),
         ('version_base="1.3", config_path="conf"', (), "dir: ${hydra:runtime.output_dir}\n", True),
@@ -89,8 +85,6 @@ FIXED = "hydra:\n  run:\n    dir: outputs/fixed\n"
         ('config_path="conf"', (), FIXED.replace("fixed", "${now:%H}"), True),
         ('config_path="conf"', (), "hydra:\n  job:\n    chdir: false\n", False),
         ('config_path="conf"', ("hydra.run.dir={run_dir}/hydra",), "", False),
-        ('config_path="conf"', ("++hydra.run.dir=/x",), "", False),
-        ('config_path="conf"', ("--multirun",), "", False),
         ('config_path="conf"', (), "not: [yaml", True),
     ],
 )

@@ -3,18 +3,14 @@
 import subprocess
 import sys
 import tempfile
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from support.cluster import Site
-from support.environments import BASE, ROOT, SITE
-from support.events import script_spec
+from support.environments import BASE, SITE
 
 from hpc.base.errors import UserError
-from hpc.report.command import submit_command
-from hpc.submissions.user_python import user_environment
 from hpc.submissions.user_python.user_environment import check, resolve
 from jobs.ranks.round import activated_environment, is_environment
 
@@ -113,11 +109,6 @@ def test_old_torch_is_refused(venv: Path, version: str) -> None:
     assert f"which has torch {version}: install torch 2.6 or newer there" in message
 
 
-def test_the_oldest_python_is_that_of_this_project() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["requires-python"] == f">={'.'.join(map(str, user_environment.OLDEST_PYTHON))}"
-
-
 def test_what_is_no_python_or_hangs_is_refused(program: Callable[[str], Path]) -> None:
     assert "which does not run as a Python interpreter here (exit code 3)" in refused(program("#!/bin/sh\nexit 3\n"))
     assert "which does not run as a Python interpreter here ([Errno 8] Exec format error" in refused(program("\x7fELF"))
@@ -174,11 +165,6 @@ def test_active_environment_is_the_default(venv: Path, variable: str) -> None:
         shown = site.hpc(*words, "--", "my.py", **others)
         assert shown.stderr.splitlines()[0].endswith(f", with {sys.executable}"), "that of hpc"
     assert site.hpc("submit", "--cluster=local", "--dry-run", **{variable: str(venv)}).returncode == 0, "our trainer"
-
-
-def test_it_is_a_part_of_the_command_that_submits_again() -> None:
-    spec = script_spec(python="/env/bin/python", container="/images/a.sif")
-    assert {"--python=/env/bin/python", "--container=/images/a.sif"} <= set(submit_command(spec))
 
 
 def test_an_environment_of_conda_is_active_as_one(tmp_path: Path) -> None:
