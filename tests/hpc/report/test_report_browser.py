@@ -10,20 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from optuna.trial import TrialState
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 from support.browser import DRAWN, wait_until
-from support.reported_runs import HOSTILE, complete, completed_run, pending_run, report, running_run, spec_of
+from support.reported_runs import complete, completed_run, pending_run, report, running_run, spec_of
 
 from hpc.base.files import append_json_line
-from hpc.studies.scaling.measures import Measures
-from hpc.studies.scaling.scaling_dir import ScalingDir, ScalingSpec
-from hpc.studies.scaling.scaling_result import write_page
-from hpc.studies.sweep.space import read_space
-from hpc.studies.sweep.sweep_controller import open_study
-from hpc.studies.sweep.sweep_dir import SweepDir, SweepSpec
-from hpc.studies.sweep.sweep_result import write_result
 
 DESK, PHONE = 1280, 390
 FIGURES = 5
@@ -187,56 +179,6 @@ def test_comparison(window: Page, tmp_path: Path) -> None:
     assert window.evaluate(SCROLLING) == []
     window.set_viewport_size({"width": 700, "height": 900})
     assert window.evaluate("document.documentElement.scrollWidth") == 700
-
-
-@pytest.mark.slow
-def test_page_of_a_sweep(window: Page, tmp_path: Path) -> None:
-    directory = SweepDir(tmp_path / "shirts")
-    params = ("lr=log:1e-4,1", "batch-size=32,64", "epochs=int:5,20")
-    spec = SweepSpec(
-        parallel=1, settings={}, script=(), revision=None, param=params, trials=9, metric="val/accuracy",
-        direction="maximize", sampler="random", pruner="median", seed=0,
-    )  # fmt: skip
-    completed_run(directory.trial(0).path)
-    study, space = open_study(directory, spec), read_space(params)
-    for value in (0.7, 0.9, 0.8):
-        study.tell(study.ask(space), value)
-    failed = study.ask(space)
-    failed.set_user_attr("cause", "the loss is nan: " + HOSTILE)
-    study.tell(failed, state=TrialState.FAIL)
-    write_result(directory, spec, study)
-    assert look(window, directory.page) == 3
-    assert window.evaluate(SCROLLING) == []
-    assert window.locator("tbody th").all_inner_texts() == [f"shirts-00{number}" for number in (1, 2, 0, 3)]
-    assert window.locator("td b").all_inner_texts() == ["0.9"]
-    assert HOSTILE in window.locator("td.words").last.inner_text()
-    window.get_by_role("link", name="shirts-000").click()
-    assert window.locator("h1").inner_text() == "shirts-000"
-
-
-@pytest.mark.slow
-def test_page_of_a_scaling_study(window: Page, tmp_path: Path) -> None:
-    study = ScalingDir(tmp_path / "study")
-    spec = ScalingSpec(
-        parallel=1, settings={}, script=(), revision=None, nodes=(1, 2), gpus=(1, 2), gpu_type=None,
-        minutes=3.0, mode="weak", batch_size=64,
-    )  # fmt: skip
-    completed_run(study.run("1x1").path)
-    curve = tuple((seconds, 2 / seconds) for seconds in range(1, 100))
-    known = {"data_wait_share": 0.1, "allreduce_wait_share": 0.2, "test_loss": 0.3, "train_loss": curve}
-    speeds = dict(zip(spec.sizes, (100, 180, 150, None), strict=True))
-    write_page(study, spec, [
-        Measures(size=size, run=size.name, state="completed" if size.ranks == 1 else "failed",
-                 cause=HOSTILE if speed is None else None,
-                 images_per_second=speed, speed=speed, **(known if speed else {}))  # type: ignore[arg-type]
-        for size, speed in speeds.items()
-    ])  # fmt: skip
-    assert look(window, study.page) == 2
-    assert window.evaluate(SCROLLING) == []
-    assert window.locator("td b").all_inner_texts() == ["180", "0.3000"]
-    assert window.locator(".notes li").last.inner_text() == f"2x2 is failed: {HOSTILE}"
-    window.get_by_role("link", name="1x1").first.click()
-    assert window.locator("h1").inner_text() == "study-1x1"
 
 
 @pytest.fixture
