@@ -144,7 +144,7 @@ class SweepStudy(Study[SweepSpec]):
             document=document,
             table=[["trial", "state", self.spec.metric, *self._space], *rows],
             sentences=[*causes, *found, *([] if best is None else [f"  {self.group.best}"])],
-            problem="no trial has completed" if best is None else None,
+            problem=None if best is not None or self.begun() else "no trial has completed",
         )
 
     def _trial(self, member: Member) -> FrozenTrial:
