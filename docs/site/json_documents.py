@@ -20,8 +20,8 @@ from hpc.run.spec import Cluster, Service
 from hpc.slurm.sbatch import StartEstimate
 from hpc.status.stacks import StackGroup
 from hpc.status.summary import Summary
-from hpc.studies.measures import Measures
-from hpc.studies.scaling import Mode
+from hpc.studies.scaling_measures import Measures
+from hpc.studies.scaling_study import Mode
 from hpc.supervise.decide import Action
 from training.profile import ADVICE, Costs
 

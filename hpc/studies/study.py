@@ -116,7 +116,7 @@ class Study(ABC, Generic[Spec]):
             UserError: the first run cannot be submitted.
             TorchrelayError: Slurm does not answer.
         """
-        self.cache = StatusCache()  # in an old cache, a run that another process just submitted may look failed
+        self.cache = StatusCache()  # in an old one, a run that another process just submitted may look failed
         running = 0
         for member in self.begun():
             run = self.group.run(member.name)
@@ -141,6 +141,7 @@ class Study(ABC, Generic[Spec]):
         try:
             if start_member(self.group, self.spec, run, member.change, member.flags):
                 self.tell(f"{run.name} is submitted{member.values}")
+            self.cache = StatusCache()  # the old one has a queue without the new job
         except UserError as error:
             if self.refuse(member, str(error)):
                 raise

@@ -25,7 +25,7 @@ from hpc.__main__ import VERBS, module_of
 
 _MODULES = (
     *map(module_of, VERBS),
-    *("hpc.studies.sweep", "rich.live", "rich.table", "submitit"),
+    *("hpc.studies.sweep_study", "rich.live", "rich.table", "submitit"),
 )
 _TIMEOUT_SECONDS = 240
 _LONGEST_MESSAGE = 1 << 17

@@ -12,7 +12,7 @@ from hpc.programs.kinds import DEFAULT
 from hpc.run.spec import Resources
 from hpc.studies.group import GroupDir
 from hpc.studies.members import common, user_code
-from hpc.studies.scaling import Mode, ScalingDir, ScalingSpec, ScalingStudy, read_gpus, read_nodes, split_sizes
+from hpc.studies.scaling_study import Mode, ScalingDir, ScalingSpec, ScalingStudy, read_gpus, read_nodes, split_sizes
 from hpc.studies.study import main as run_study
 from hpc.submissions.options import SubmitOptions, with_program
 

@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _study() -> type[Study[Any]]:
     need_package("optuna", "sweep", "hpc sweep")
-    from hpc.studies.sweep import SweepStudy  # noqa: PLC0415 - imports Optuna
+    from hpc.studies.sweep_study import SweepStudy  # noqa: PLC0415 - imports Optuna
 
     return SweepStudy
 

@@ -62,7 +62,6 @@ def test_status_shows_the_last_line_and_that_its_progress_is_unknown(
 def test_report_calls_nothing_productive_that_is_not_known_to_be(run: RunDir) -> None:
     html = report(run.path).html
     assert "productive" not in html
-    assert re.search(r"<b>unknown 0\.16\d?</b>", html)
     assert "2 interruptions · duration unknown · recomputed steps unknown" in " ".join(html.split())
     assert "steps recomputed: unknown" in html
 
@@ -76,4 +75,4 @@ def test_ranks_on_cpus_are_not_called_gpus(run: RunDir, capsys: pytest.CaptureFi
     assert re.search(r"^rank-hours +0", text, re.MULTILINE)
     html = report(run.path).html
     assert "1 node × 2 ranks on CPUs" in html  # noqa: RUF001 - times
-    assert "rank-hours" in html
+    assert "Rank-hours" in html

@@ -3,8 +3,8 @@
 import pytest
 
 from hpc.base.errors import UserError
-from hpc.studies.measures import Measures, conclusions, with_efficiency
-from hpc.studies.scaling import Mode, ScalingSpec, read_gpus, read_nodes, split_sizes
+from hpc.studies.scaling_measures import Measures, conclusions, with_efficiency
+from hpc.studies.scaling_study import Mode, ScalingSpec, read_gpus, read_nodes, split_sizes
 
 
 @pytest.mark.parametrize(

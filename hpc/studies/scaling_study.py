@@ -15,7 +15,7 @@ from hpc.run.rundir import RunDir
 from hpc.slurm.cancellation import cancel_run
 from hpc.status.summary import Summary
 from hpc.studies.group import GroupDir, GroupSpec
-from hpc.studies.measures import Measures, conclusions, measure, with_efficiency
+from hpc.studies.scaling_measures import Measures, conclusions, measure, with_efficiency
 from hpc.studies.study import Member, Results, Study
 
 Mode = Literal["weak", "strong"]

@@ -14,8 +14,8 @@ from support.cluster import SHORT_LOCAL_CONSTANT_LR, Site, add_script, refused, 
 
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
-from hpc.studies.sweep import open_study
 from hpc.studies.sweep_spec import SweepDir
+from hpc.studies.sweep_study import open_study
 from hpc.submissions.options import SubmitOptions, completed
 from hpc.submissions.plan import plan
 
