@@ -66,7 +66,7 @@ def plots_of(records: Sequence[RunRecord]) -> Plots:
     axes = axes_of(shown, unit)
     marks = _marks(records[0], unit) if len(records) == 1 else []
     # All figures share one x range, so that an event is at the same place in each of them.
-    x_range = Range1d(*axes[0].limits) if axes else Range1d()
+    x_range = Range1d(start=axes[0].limits[0], end=axes[0].limits[1]) if axes else Range1d()
     figures = [_draw(chart, marks, x_range, axes) for chart in shown]
     return Plots(charts=shown, axes=axes, left_out=left_out, data=_data(figures, axes))
 
