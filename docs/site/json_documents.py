@@ -20,8 +20,8 @@ from hpc.run.spec import Cluster, Service
 from hpc.slurm.submission import StartEstimate
 from hpc.status.stacks import StackGroup
 from hpc.status.summary import Summary
-from hpc.studies.scaling.measures import Measures
-from hpc.studies.scaling.scaling_dir import Mode
+from hpc.studies.scaling_measures import Measures
+from hpc.studies.scaling_study import Mode
 from hpc.supervise.decide import Action
 from training.profile import ADVICE, Costs
 
@@ -176,20 +176,9 @@ class SentMetrics(TypedDict):
     problem: str | None
 
 
-MEASURED = [name for name in get_type_hints(Measures) if name not in {"size", "run", "train_loss", "validation_loss"}]
 ScalingSize = TypedDict(
     "ScalingSize",
-    {
-        "run": str,
-        "nodes": int,
-        "gpus_per_node": int,
-        "ranks": int,
-        **described(Measures, MEASURED),
-        "efficiency": Annotated[
-            float | None, msgspec.Meta(description="Speed of a rank, relative to the smallest size.")
-        ],
-        "allreduce_bytes_per_second": Annotated[float | None, msgspec.Meta(description="At least, of each rank.")],
-    },
+    {"run": str, "nodes": int, "gpus_per_node": int, **described(Measures, get_type_hints(Measures))},
 )
 
 

@@ -1,8 +1,8 @@
 """Makes the pictures of README and docs, and the output that two pages show: `make pictures`, as root.
 
 recovery-*.svg: a chart of benchmarks/results/recovery.json. terminal.svg: commands and their output, for a run on the
-testbed that is preempted. report-*.png: that run's report in Chromium. sweep-*.png, scaling-*.png: the pages that the
-commands of docs/how-to/sweep.md and scaling-study.md write; what these print is put into the pages.
+testbed that is preempted. report-*.png: that run's report in Chromium. What the commands of docs/how-to/sweep.md and
+scaling-study.md print is put into these pages.
 """
 
 import json
@@ -131,7 +131,7 @@ def record_terminal(directory: Path) -> None:
 
 
 def run_study(directory: Path, verb: str, name: str) -> None:
-    """Type the first command of a page, put what it prints below it, and photograph the page that it writes."""
+    """Type the first command of a page, and put what it prints below it."""
     page = ROOT / f"docs/how-to/{name}.md"
     before = page.read_text()
     command, shown = re.findall(rf"(?ms)^(hpc {verb} .*?)```.*?```text\n(.*?)```", before)[0]
@@ -142,7 +142,6 @@ def run_study(directory: Path, verb: str, name: str) -> None:
     # Of what it prints while it runs, the start and the end.
     kept = [*lines[:3], "...", *lines[table - 1 :]] if verb == "sweep" else lines[table:]
     page.write_text(before.replace(shown, "\n".join(kept) + "\n"))
-    photograph(directory / lines[-1].strip(), verb)
 
 
 def photograph(page: Path, name: str) -> None:

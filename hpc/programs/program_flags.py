@@ -62,8 +62,6 @@ class ProgramFlags(ABC):
     """The value of `Program.built_in`: empty for a user's own script."""
     TITLE: ClassVar[str]
     """The title of the flags in the help."""
-    ADJUSTABLE: ClassVar[type[Any]]
-    """The dataclass of the flags that `hpc resume` may set."""
 
     @classmethod
     @abstractmethod
@@ -71,9 +69,9 @@ class ProgramFlags(ABC):
         """Return the flags of a run's program."""
 
     @classmethod
-    @abstractmethod
-    def preset(cls, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    def preset(cls, settings: Mapping[str, Any]) -> Mapping[str, Any]:  # noqa: ARG003 - a script has no presets
         """Return flags that apply unless `settings` has them, such as those of a recipe."""
+        return {}
 
     @property
     def in_place(self) -> bool:
@@ -81,9 +79,9 @@ class ProgramFlags(ABC):
         return False
 
     @property
-    @abstractmethod
     def script(self) -> tuple[str, ...]:
         """The words of the user's own script; empty for a program that ships with Torchrelay."""
+        return ()
 
     @abstractmethod
     def as_program(self) -> Program:

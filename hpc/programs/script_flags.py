@@ -22,11 +22,6 @@ _LAUNCHERS = ("torch.distributed", "accelerate.", "deepspeed.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoFlags:
-    """No flags: what `hpc resume` can change of a script."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class OwnScript:
     """Flags of your own script (-- script.py ARGS). It finds --data, any directory or archive, in $TORCHRELAY_DATA.
 
@@ -51,7 +46,6 @@ class ScriptFlags(ScriptRequest, ProgramFlags):
 
     KIND: ClassVar[str] = ""
     TITLE: ClassVar[str] = "own script"
-    ADJUSTABLE: ClassVar[type[Any]] = NoFlags
 
     script: Annotated[tuple[str, ...], INTERNAL] = ()
 
@@ -60,11 +54,6 @@ class ScriptFlags(ScriptRequest, ProgramFlags):
         """Return the flags of a run's script."""
         data = None if spec.data is None else Path(spec.data)
         return cls(script=spec.program.argv, data=data, in_place=bool(spec.in_place))
-
-    @classmethod
-    def preset(cls, settings: Mapping[str, Any]) -> Mapping[str, Any]:  # noqa: ARG003 - a script has no presets
-        """Return no flags."""
-        return {}
 
     def as_program(self) -> Program:
         """Return the program, whose modules are found from the working directory."""

@@ -1,5 +1,4 @@
 """`hpc report`: makes one self-contained HTML page, with CSV tables, about a run or a comparison of several.
 
-Runs on the login node. `hpc.studies` makes the pages of sweeps and scaling studies with this package. No other part
-of `hpc` imports Bokeh.
+Runs on the login node. No other part of `hpc` imports Bokeh.
 """

@@ -14,7 +14,6 @@ from bokeh.models import (
     BoxZoomTool,
     ColumnDataSource,
     DataRange1d,
-    FixedTicker,
     HoverTool,
     LogTicker,
     NumeralTickFormatter,
@@ -45,8 +44,8 @@ class Plots:
     """The figures of a page, as the template needs them."""
 
     charts: Sequence[Chart]
-    axes: Sequence[Axis] = ()
-    """Quantities among which the reader chooses the x axis; empty if each figure has its own x axis."""
+    axes: Sequence[Axis]
+    """Quantities among which the reader chooses the x axis."""
     left_out: Sequence[str] = ()
     """Titles of figures that would make the page too large."""
     data: dict[str, Any]
@@ -67,18 +66,12 @@ def plots_of(records: Sequence[RunRecord]) -> Plots:
     axes = axes_of(shown, unit)
     marks = _marks(records[0], unit) if len(records) == 1 else []
     # All figures share one x range, so that an event is at the same place in each of them.
-    x_range = _range(axes[0]) if axes else Range1d()
+    x_range = Range1d(start=axes[0].limits[0], end=axes[0].limits[1]) if axes else Range1d()
     figures = [_draw(chart, marks, x_range, axes) for chart in shown]
     return Plots(charts=shown, axes=axes, left_out=left_out, data=_data(figures, axes))
 
 
-def plots_by(charts: Sequence[tuple[Chart, Axis]]) -> Plots:
-    """Return figures that each have their own x axis."""
-    figures = [_draw(chart, (), _range(axis), [axis]) for chart, axis in charts]
-    return Plots(charts=[chart for chart, _ in charts], data=_data(figures))
-
-
-def _data(figures: Sequence[figure], axes: Sequence[Axis] = ()) -> dict[str, Any]:
+def _data(figures: Sequence[figure], axes: Sequence[Axis]) -> dict[str, Any]:
     document = Document(title="")
     # Without this, the document would collect all models again for each figure.
     with document.models.freeze():
@@ -91,17 +84,11 @@ def _data(figures: Sequence[figure], axes: Sequence[Axis] = ()) -> dict[str, Any
     }
 
 
-def _range(axis: Axis) -> Range1d:
-    start, end = axis.limits
-    return Range1d(start=start, end=end)
-
-
 def _draw(chart: Chart, marks: Sequence[dict[str, Any]], x_range: Range1d, axes: Sequence[Axis]) -> figure:
     box_zoom = BoxZoomTool()
     drawn = figure(
         height=230, sizing_mode="stretch_width", x_range=x_range,
         y_axis_type="log" if chart.is_logarithmic else "linear",
-        x_axis_type="log" if axes and axes[0].is_logarithmic else "linear",
         y_range=DataRange1d(start=0) if chart.look.from_zero else DataRange1d(),
         tools=[box_zoom, PanTool(), WheelZoomTool(dimensions="width"), ResetTool(), SaveTool()],
         toolbar_location="above", min_border=2, background_fill_color=None, border_fill_color=None,
@@ -114,14 +101,13 @@ def _draw(chart: Chart, marks: Sequence[dict[str, Any]], x_range: Range1d, axes:
         drawn.yaxis.update(formatter=PrintfTickFormatter(format="%g"), ticker=LogTicker(desired_num_ticks=4))
     _draw_marks(drawn, marks)
     lines = [_draw_series(drawn, one) for one in chart.series]
-    labelled = "label" in chart.series[0].points
-    places = [] if labelled else [(axis.label, f"@{axis.name}{{0,0.[00]}}") for axis in axes]
+    places = [(axis.label, f"@{axis.name}{{0,0.[00]}}") for axis in axes]
     drawn.add_tools(
         HoverTool(
             renderers=lines,
             # With many lines, the labels of all lines at one x would hide the figure.
-            mode="vline" if len(lines) <= 4 and all(one.has_line for one in chart.series) else "mouse",
-            tooltips=[("", "@label" if labelled else "$name"), (chart.look.title, "@value{%.5g}"), *places],
+            mode="vline" if len(lines) <= 4 else "mouse",
+            tooltips=[("", "$name"), (chart.look.title, "@value{%.5g}"), *places],
             formatters={"@value": "printf"},
             visible=False,
         )
@@ -139,12 +125,6 @@ def _frame(drawn: figure, axes: Sequence[Axis]) -> None:
     drawn.xaxis.axis_label_text_font_style = "normal"
     drawn.xaxis.axis_label = axes[0].label if axes else ""
     drawn.xaxis.formatter = NumeralTickFormatter(format="0,0.[00]")
-    if axes and axes[0].is_logarithmic:
-        drawn.xaxis.formatter = PrintfTickFormatter(format="%g")
-    if axes and axes[0].ticks:
-        drawn.xaxis.ticker = FixedTicker(ticks=list(axes[0].ticks))
-        labels: dict[Any, Any] = {**axes[0].ticks}
-        drawn.xaxis.major_label_overrides = labels
 
 
 def _draw_series(drawn: figure, series: Series) -> Any:
@@ -154,11 +134,8 @@ def _draw_series(drawn: figure, series: Series) -> Any:
     numbers = points.select_dtypes("number").astype("float32")
     source = ColumnDataSource({name: numbers.get(name, column).to_numpy() for name, column in points.items()})
     common: dict[str, Any] = {"x": "step", "source": source, "color": color, "name": series.name}
-    dots = None
     if series.has_dots or len(points) < 40:
-        dots = drawn.scatter(y="value", size=9 if len(points) == 1 else 5 if series.has_line else 8, **common)
-    if not series.has_line:
-        return dots
+        drawn.scatter(y="value", size=9 if len(points) == 1 else 5, **common)
     style: dict[str, Any] = {"line_width": 1.7, "line_dash": series.dashes}
     if "trend" not in points:
         return drawn.line(y="value", **style, **common)

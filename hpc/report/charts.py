@@ -1,7 +1,7 @@
 """Chooses what the figures show: one figure for each metric in `metrics/*.jsonl`. Pure; runs on the login node."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
@@ -64,9 +64,6 @@ class Axis:
     name: str
     label: str
     limits: tuple[float, float]
-    is_logarithmic: bool = False
-    ticks: Mapping[float, str] = field(default_factory=dict)
-    """Labels of the ticks, by value. If empty, Bokeh chooses the ticks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +77,6 @@ class Series:
     points: pd.DataFrame
     has_dots: bool = False
     """Whether each point gets a dot. Evaluations get dots, because they are few."""
-    has_line: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,10 +85,6 @@ class Chart:
 
     look: Look
     series: Sequence[Series]
-    x: str = "step"
-    """Name of the quantity on the x axis, which is in the column `step`."""
-    heading: str = ""
-    """Heading of the figure. If empty, the title of the metric is the heading."""
 
     @property
     def is_logarithmic(self) -> bool:
@@ -103,12 +95,11 @@ class Chart:
     @property
     def description(self) -> str:
         """A description in words, for people who cannot see the figure."""
-        words = [f"{self.look.title} by {self.x}."]
+        words = [f"{self.look.title} by step."]
         for one in self.series:
             values, steps = one.points["value"], one.points["step"]
-            first, last = (f"{values.iloc[i]:.5g} at {self.x} {steps.iloc[i]:.6g}" for i in (0, -1))
-            course = f"from {first} to {last}, " if one.has_line else ""
-            words.append(f"{one.name}: {course}lowest {values.min():.5g}, highest {values.max():.5g}.")
+            first, last = (f"{values.iloc[i]:.5g} at step {steps.iloc[i]:.6g}" for i in (0, -1))
+            words.append(f"{one.name}: from {first} to {last}, lowest {values.min():.5g}, highest {values.max():.5g}.")
         return " ".join(words)
 
 

@@ -51,6 +51,5 @@ FILTERS: dict[str, Callable[..., str]] = {
     **{one.__name__: one for one in (number, cause, moment, duration, plural)},
     "text": partial(number, form="{}"),
     "percent": partial(number, form="{:.2%}"),
-    "significant": partial(number, form="{:.6g}"),
     "loss": partial(number, form="{:.4f}"),
 }

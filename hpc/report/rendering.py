@@ -1,4 +1,4 @@
-"""Renders the self-contained HTML pages of runs, sweeps and scaling studies. Pure; runs on the login node.
+"""Renders the self-contained HTML pages of runs. Pure; runs on the login node.
 
 The templates escape whatever they print, except scripts.
 """

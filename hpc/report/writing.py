@@ -44,13 +44,3 @@ def write_report(runs: Sequence[RunDir], path: Path) -> tuple[list[str], bool]:
         write_atomic(path.with_name(name), text)
     write_atomic(path, page)
     return list(tables), all(record.has_ended for record in records)
-
-
-def own_page(run: RunDir) -> Path | None:
-    """Write a run's own page unless it is newer than the events. Return its path; None if the run was not submitted."""
-    if not run.spec.exists():
-        return None
-    recorded = max((path.stat().st_mtime for path in run.events.glob("*.jsonl")), default=0.0)
-    if not run.report.exists() or run.report.stat().st_mtime < recorded:
-        write_report([run], page_path([run]))
-    return run.report

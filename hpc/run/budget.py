@@ -6,7 +6,6 @@ A budget is such a limit for several causes. docs/explanation/recovery.md has a 
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from hpc.run.causes import Cause, JobState, is_consequence
 
@@ -107,14 +106,15 @@ class Budget:
         return _PAUSES_SECONDS[min(max(self.failures, 1), len(_PAUSES_SECONDS)) - 1]
 
     @property
-    def used(self) -> list[dict[str, Any]]:
-        """For each limit that has counted failures: their causes and number, and the number at which the run fails."""
+    def used(self) -> list[str]:
+        """A line for each limit that has counted failures, with the number at which the run fails."""
         counted = [(rule, [cause for cause in self.row if cause in rule.causes]) for rule in _RULES]
-        return [
-            {"causes": list(dict.fromkeys(own)), "failures": len(own), "budget": rule.failures}
+        lines = [
+            f"failures without progress: {len(own)} of {rule.failures} ({', '.join(dict.fromkeys(own))})"
             for rule, own in counted
             if own
         ]
+        return [*lines, "the same failure twice in a row has ended the run"] if self.is_repeated else lines
 
 
 def budget_after(history: Iterable[PastInterruption]) -> Budget:

@@ -1,6 +1,7 @@
 """Formats the parts of a summary as text for `hpc status`. Pure; runs on the login node."""
 
 import time
+from collections import Counter
 
 from hpc.base.text import visible
 from hpc.run.events.downtime import Interruption
@@ -65,7 +66,8 @@ def gpus(row: Summary) -> str:
 
 def interruptions(row: Summary) -> str:
     """Format the number of interruptions by cause."""
-    return ", ".join(f"{cost.count} {visible(cause)}" for cause, cost in row.recovery.items())
+    counts = Counter(interruption.cause for interruption in row.interruptions)
+    return ", ".join(f"{count} {visible(cause)}" for cause, count in counts.items())
 
 
 def members(row: Summary) -> list[str]:

@@ -12,7 +12,7 @@ from hpc.base.text import few, visible
 from hpc.run.events.downtime import Interruption
 from hpc.status import cells
 from hpc.status.fitting_table import fitting_table
-from hpc.status.summary import TERMINAL, Budgets, Summary, TrackerState
+from hpc.status.summary import TERMINAL, Summary, TrackerState
 
 _PARTS_SHOWN = 3
 _COLUMNS = ("time", "cause", "lost steps", "lost time", "rank, node", "message", "longest parts")
@@ -69,7 +69,7 @@ def _facts(row: Summary) -> dict[str, str]:
         "metrics": "; ".join(map(_tracker, row.trackers)),
         "written": written_line(row),
         "ended by": row.detail or "",
-        "budget": "; ".join(budget_lines(row.budget)) if row.state != "completed" else "",
+        "budget": "; ".join(row.budget) if row.state != "completed" else "",
     }
     return {name: text for name, text in facts.items() if text}
 
@@ -140,14 +140,6 @@ def _tracker(one: TrackerState) -> str:
     if one.problem is not None:
         return f"not sent to {one.tracker} ({one.problem}): type hpc sync"
     return f"at {one.tracker}" + (f", {one.url}" if one.url else "")
-
-
-def budget_lines(budget: Budgets) -> list[str]:
-    """Return a line for each failure limit that counts a failure (docs/explanation/recovery.md)."""
-    lines = [
-        f"failures without progress: {one.failures} of {one.budget} ({', '.join(one.causes)})" for one in budget.used
-    ]
-    return [*lines, "the same failure twice in a row has ended the run"] if budget.same_failure_twice else lines
 
 
 def interruption_table(console: Console, interruptions: Sequence[Interruption]) -> Group:

@@ -20,7 +20,7 @@ from hpc.base.files import last_json_line, number_in, storage_time
 from hpc.base.kernel import is_alive
 from hpc.run.causes import Cause, JobState
 from hpc.run.events.attempts import Attempt
-from hpc.run.events.downtime import Interruption, goodput, interruptions_of, recovery_by_cause, steps_lost
+from hpc.run.events.downtime import Interruption, goodput, interruptions_of, steps_lost
 from hpc.run.events.history import History, State
 from hpc.run.events.kinds import (
     Claimed,
@@ -52,13 +52,10 @@ from hpc.status.summary import (
     TERMINAL,
     AttemptSummary,
     AwaitedRun,
-    Budgets,
-    RecoveryCost,
     StagingProgress,
     Summary,
     TrackerState,
     UnsentMessage,
-    UsedBudget,
 )
 from hpc.status.warnings import unknown_restarts, warnings_of
 from hpc.supervise.decide import NEVER_SUBMITTED, STARTS, Decision, decide
@@ -173,8 +170,7 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
         **_allocation(attempts, records.spec),
         **_time_spent(records, attempts, interruptions, is_over=state in TERMINAL),
         interruptions=tuple(interruptions),
-        recovery=convert(recovery_by_cause(interruptions), dict[str, RecoveryCost]),
-        budget=_budgets(history),
+        budget=history.budget.used,
         warnings=warnings,
         staging=_staging(history) if state == "running" else None,
         unsent=convert(unsent_messages(history), tuple[UnsentMessage, ...]),
@@ -189,11 +185,6 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
         waits_for=(),
         damaged=(),
     )
-
-
-def _budgets(history: History) -> Budgets:
-    budget = history.budget
-    return Budgets(used=convert(budget.used, tuple[UsedBudget, ...]), same_failure_twice=budget.is_repeated)
 
 
 def _full_storage(run: RunDir) -> list[str]:

@@ -32,29 +32,6 @@ class AttemptSummary(Struct, frozen=True, kw_only=True):
     detail: str | None
 
 
-class RecoveryCost(Struct, frozen=True, kw_only=True):
-    """The costs of the interruptions of one cause."""
-
-    count: int
-    median_seconds: float | None
-    steps_lost: int | None
-
-
-class UsedBudget(Struct, frozen=True, kw_only=True):
-    """The number of failures of some causes without progress, and the number at which the run ends."""
-
-    causes: tuple[str, ...]
-    failures: int
-    budget: int
-
-
-class Budgets(Struct, frozen=True, kw_only=True):
-    """The use of a run's budgets."""
-
-    used: tuple[UsedBudget, ...]
-    same_failure_twice: bool
-
-
 class StagingProgress(Struct, frozen=True, kw_only=True):
     """The progress of the slowest node that stages data."""
 
@@ -150,9 +127,8 @@ class Summary(Struct, frozen=True, kw_only=True):
     goodput: float | None
     """The productive share of the time."""
     interruptions: tuple[Interruption, ...]
-    recovery: Mapping[str, RecoveryCost]
-    """Costs by cause."""
-    budget: Budgets
+    budget: Sequence[str]
+    """A line for each failure limit that counts a failure (docs/explanation/recovery.md)."""
     warnings: Sequence[str]
     damaged: Sequence[str]
     """One sentence for each damaged file or line, which was left out."""

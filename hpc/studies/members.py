@@ -1,10 +1,9 @@
-"""Starts and supervises the runs of a group, such as a sweep, with common settings. Runs on the login node."""
+"""Starts the runs of a group, such as a sweep, with common settings. Runs on the login node."""
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from hpc.base import program
 from hpc.base.errors import UserError
@@ -14,17 +13,14 @@ from hpc.programs.program_flags import ProgramFlags
 from hpc.run.code_files import CodeFiles
 from hpc.run.events.history import History
 from hpc.run.rundir import RunDir
-from hpc.status.summary import Summary
-from hpc.studies.group_dir import GroupDir, GroupSpec
+from hpc.studies.group import GroupDir, GroupSpec
 from hpc.submissions.new_run import start_run
 from hpc.submissions.options import SubmitOptions, build, submit_flags
 from hpc.submissions.plan import code_of
 from hpc.submissions.resumed_run import options_of as resumed
 from hpc.submissions.resumed_run import resume_run
 from hpc.submissions.user_code.own_code import UserCode, find_code
-from hpc.supervise.check import SuperviseOptions, check_runs
 
-_SUPERVISE_SECONDS = 60.0
 # Settings that differ between the runs of a group, or that its runs do not have.
 _NOT_COMMON = {"name", "runs-dir", "config", "dry-run", "wait", "help-all", "json", "debug"}
 
@@ -35,17 +31,8 @@ def user_code(options: SubmitOptions) -> UserCode:
     return code_of(options, elsewhere=bool(options.python or options.container))
 
 
-class CommonPart(TypedDict):
-    """The fields of a GroupSpec except `parallel`."""
-
-    settings: dict[str, Any]
-    script: tuple[str, ...]
-    working_directory: str
-    revision: str | None
-
-
-def common(options: SubmitOptions, code: UserCode) -> CommonPart:
-    """Return the settings and code that all runs share, with the user's defaults and files as they are now."""
+def common(options: SubmitOptions, code: UserCode) -> dict[str, Any]:
+    """Return the fields of a GroupSpec but `parallel`, with the user's defaults and files as they are now."""
     # The runs of the group would look for these names in the group's directory, so replace them by paths.
     after, after_ok = (
         tuple(str(cli.find_run(name, options.runs_dir).path) for name in names)
@@ -68,9 +55,13 @@ def options_of(spec: GroupSpec) -> SubmitOptions:
 
 
 def start_member(
-    group: GroupDir[Any], spec: GroupSpec, run: RunDir, change: Callable[[ProgramFlags], ProgramFlags], **settings: Any
+    group: GroupDir[Any],
+    spec: GroupSpec,
+    run: RunDir,
+    change: Callable[[ProgramFlags], ProgramFlags],
+    flags: Mapping[str, Any],
 ) -> bool:
-    """Submit a run of a group with its own `settings`, after a change of the program's flags.
+    """Submit a run of a group with its own `flags` of the launcher, after a change of the program's flags.
 
     If an earlier submission of the run was killed, resume it unchanged. Return False if another process submitted it.
 
@@ -83,7 +74,7 @@ def start_member(
         if is_made:
             resume_run(resumed({"run": str(run.path)}))
         else:
-            _submit_member(group, spec, run, change, settings)
+            _submit_member(group, spec, run, change, flags)
     except UserError:
         # After a refusal by Slurm, the run would have no job or, if new, no spec. So another process has submitted it.
         if History.load(run).last_job_id if is_made else run.spec.exists():
@@ -92,19 +83,14 @@ def start_member(
     return True
 
 
-def lacks_job(summary: Summary) -> bool:
-    """Return whether the submission of a run was killed before it queued a job."""
-    return summary.state == "failed" and summary.job_id is None
-
-
 def _submit_member(
     group: GroupDir[Any],
     spec: GroupSpec,
     run: RunDir,
     change: Callable[[ProgramFlags], ProgramFlags],
-    settings: Mapping[str, Any],
+    own: Mapping[str, Any],
 ) -> None:
-    own = {"name": run.name, "runs-dir": group.path, **{name.replace("_", "-"): settings[name] for name in settings}}
+    own = {"name": run.name, "runs-dir": group.path, **own}
     place, script = spec.working_directory, spec.script
     if script[:1] not in {(), ("-m",)}:
         # The path of the script is made absolute, so that it can be checked from any current directory.
@@ -121,26 +107,3 @@ def _submit_member(
             copied_from=group.code, copied_revision=spec.revision,
         )  # fmt: skip
     start_run(replace(options, program=flags), code=code)
-
-
-class Supervision:
-    """Restarts lost runs of a group, in case no other supervisor watches them.
-
-    Args:
-        group: the directory.
-        tell: called with each message for the user.
-    """
-
-    def __init__(self, group: GroupDir[Any], tell: Callable[[str], None]) -> None:
-        self._group, self._tell = group, tell
-        self._checked = 0.0
-
-    def check(self) -> None:
-        """Do what `hpc supervise --once` does, at most once a minute. Raises TorchrelayError if squeue fails."""
-        if time.monotonic() - self._checked < _SUPERVISE_SECONDS:
-            return
-        if any(run.script.exists() for run in cli.all_runs(self._group.path)):
-            self._checked = time.monotonic()
-            for line in check_runs(SuperviseOptions(runs_dir=self._group.path), []):
-                if line["problem"]:
-                    self._tell(f"{line['run']}: {line['action']} ({line['reason']}): {line['problem']}")

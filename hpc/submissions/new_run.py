@@ -21,7 +21,7 @@ from hpc.slurm import handover
 from hpc.slurm.executor import SlurmExecutor, start_local
 from hpc.sources.python_environment import this_environment
 from hpc.submissions.options import SubmitOptions
-from hpc.submissions.plan import check_place, find_user_code, plan, warn
+from hpc.submissions.plan import check_place, code_of, plan, warn
 from hpc.submissions.user_code.code_copy import copy_code
 from hpc.submissions.user_code.own_code import UserCode
 from hpc.submissions.user_python import environment_archive
@@ -63,7 +63,7 @@ def start_run(
     # Nobody but the user may write to the files of the run (hpc.run.ownership). The job inherits this umask.
     os.umask(os.umask(0) | 0o022)
     run, spec = plan(options)
-    code = code or find_user_code(options, spec)
+    code = code or code_of(options, elsewhere=bool(spec.python or spec.container))
     spec = dataclasses.replace(
         spec, program=code.program if code.script else spec.program, working_directory=code.working_directory,
         in_place=str(code.root) if code.in_place else None,

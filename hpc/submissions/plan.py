@@ -113,13 +113,12 @@ def _check_predecessors(run: RunDir, spec: RunSpec) -> None:
         raise UserError(f"run {run.name} would never begin: {error}") from error
 
 
-def find_user_code(options: SubmitOptions, spec: RunSpec) -> UserCode:
-    """Return the user's code for the run. Raises UserError if it lacks the script."""
-    return code_of(options, elsewhere=bool(spec.python or spec.container))
-
-
 def code_of(options: SubmitOptions, *, elsewhere: bool) -> UserCode:
-    """Like `find_user_code`. `elsewhere` says whether the script has a Python environment of its own."""
+    """Return the user's code. `elsewhere` says whether the script has a Python environment of its own.
+
+    Raises:
+        UserError: the code lacks the script.
+    """
     flags = options.program
     return find_code(Path.cwd(), flags.script, options.runs_dir, elsewhere=elsewhere, in_place=flags.in_place)
 

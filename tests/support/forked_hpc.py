@@ -23,11 +23,9 @@ from pathlib import Path
 import hpc.__main__
 from hpc.__main__ import VERBS, module_of
 
-_STUDIES = ("scaling_controller", "scaling_result", "sweep_controller", "sweep_result")
 _MODULES = (
     *map(module_of, VERBS),
-    *(f"hpc.studies.{name.partition('_')[0]}.{name}" for name in _STUDIES),
-    *("rich.live", "rich.table", "submitit"),
+    *("hpc.studies.sweep_study", "rich.live", "rich.table", "submitit"),
 )
 _TIMEOUT_SECONDS = 240
 _LONGEST_MESSAGE = 1 << 17

@@ -64,6 +64,7 @@ class ClassifierFlags(_OfSubmission, ProgramFlags):
     MODULE: ClassVar[str] = "training"
     TITLE: ClassVar[str] = "image classifier"
     ADJUSTABLE: ClassVar[type[Any]] = Adjustable
+    """The dataclass of the flags that `hpc resume` may set."""
 
     train: TrainConfig
 
@@ -80,11 +81,6 @@ class ClassifierFlags(_OfSubmission, ProgramFlags):
     def preset(cls, settings: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the flags of the recipe, and a data set if the flags name none."""
         return preset(settings, flag_names(cls))
-
-    @property
-    def script(self) -> tuple[str, ...]:
-        """No words: the classifier is not a script of the user's own."""
-        return ()
 
     def as_program(self) -> Program:
         """Return the program of the training or, if the run has a task for one, of the evaluation."""

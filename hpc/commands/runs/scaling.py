@@ -1,23 +1,20 @@
 """`hpc scaling`: the flags, the start and the end of a scaling study. Runs on the login node."""
 
-import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any
 
-from hpc.base.errors import UserError
 from hpc.base.flags import Flag
 from hpc.base.units import Gpus, NodeRange
-from hpc.commands import cli
 from hpc.programs.program_kinds import DEFAULT
 from hpc.run.spec import Resources
+from hpc.studies.group import GroupDir
 from hpc.studies.members import common, user_code
-from hpc.studies.scaling.scaling_dir import Mode, ScalingDir, ScalingSpec, read_gpus, read_nodes, split_sizes
-from hpc.studies.verb import NOT_OF_GROUPS, check_is_new, directory_of, go_on, look_after, make, tell_on, typed_flags
-from hpc.submissions.options import SubmitOptions, run_verb, split_script, with_program
-from hpc.submissions.sbatch.sbatch_advice import explain
+from hpc.studies.scaling_study import Mode, ScalingDir, ScalingSpec, ScalingStudy, read_gpus, read_nodes, split_sizes
+from hpc.studies.study import main as run_study
+from hpc.submissions.options import SubmitOptions, with_program
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,70 +57,34 @@ class ScalingOptions(ScalingFlags, SubmitOptions):
     """
 
 
-@dataclass(frozen=True, kw_only=True)
-class StudyOptions(cli.RunsOptions):
-    """Continue a study."""
-
-    name: str | None = None
-    parallel: int | None = None
-    once: bool = False
-
-
 ScalingTraining = with_program(ScalingOptions, DEFAULT)
-Options = ScalingOptions | StudyOptions
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb."""
-    flags, script = split_script(list(sys.argv[1:] if argv is None else argv))
-    own = {field.name.replace("_", "-") for field in dataclasses.fields(StudyOptions)}
-    typed = typed_flags(flags)
-    if not script and "name" in typed and typed <= own and "-h" not in flags:
-        return cli.run(partial(study, _continued), StudyOptions, "scaling", flags, cli.Reading(explain=explain))
-    nodes, gpus, others = split_sizes(flags)
-    started = partial(study, partial(_started, nodes=nodes, gpus=gpus))
-    return run_verb("scaling", started, ScalingOptions, others, script, hidden=NOT_OF_GROUPS)
+    words = list(sys.argv[1:] if argv is None else argv)
+    end = words.index("--") if "--" in words else len(words)
+    nodes, gpus, others = split_sizes(words[:end])
+    # One number of each stays on the command line, which thus starts a study.
+    first = [*(f"--nodes={count}" for count in nodes[:1]), *(f"--gpus-per-node={count}" for count in gpus[:1])]
+    started = partial(start, nodes=nodes, gpus=gpus)
+    return run_study(lambda: ScalingStudy, started, ScalingDir, ScalingOptions, [*first, *others, *words[end:]])
 
 
-def study(spec_of: Callable[[ScalingDir, Any], ScalingSpec], options: Options) -> int:
-    """Start or continue a study, and follow its runs to the end. Returns 1 if nothing was measured."""
-    directory = directory_of(ScalingDir, options.name, options.runs_dir)
-    spec = spec_of(directory, options)
-    from hpc.studies.scaling.scaling_controller import ScalingController  # noqa: PLC0415 - imports Bokeh
-    from hpc.studies.scaling.scaling_result import show  # noqa: PLC0415 - imports Bokeh
-
-    controller = ScalingController(directory, spec, tell_on(as_json=options.json))
-    look_after(directory, controller, once=options.once, is_new=not isinstance(options, StudyOptions))
-    return show(directory, spec, controller.measures(), as_json=options.json)
-
-
-def _started(
-    directory: ScalingDir,
-    options: ScalingOptions,
-    *,
-    nodes: Sequence[str],
-    gpus: Sequence[str],
+def start(
+    directory: GroupDir[Any], options: ScalingOptions, *, nodes: Sequence[str], gpus: Sequence[str]
 ) -> ScalingSpec:
     """Check the flags, make the study's directory, and return its spec. Raises UserError if a flag is wrong."""
-    if not options.minutes > 0:
-        raise UserError(f"--minutes is {options.minutes:g}: use more than 0")
-    if options.parallel < 1:
-        raise UserError(f"--parallel is {options.parallel}: use 1 or more")
-    check_is_new(directory, options)
     gpu_type, numbers = read_gpus(gpus or [str(options.resources.gpus_per_node)])
     code = user_code(options)
     spec = ScalingSpec(
-        nodes=read_nodes(nodes or [str(options.resources.nodes)]), gpus=numbers, gpu_type=gpu_type,
-        minutes=options.minutes, mode=options.mode,
-        parallel=options.parallel, **common(options, code),
-    )  # fmt: skip
-    if len(spec.sizes) == 1:
-        raise UserError("there is one size only: add more, such as --nodes 1 2 4")
-    make(directory, spec, code)
+        nodes=read_nodes(nodes or [str(options.resources.nodes)]),
+        gpus=numbers,
+        gpu_type=gpu_type,
+        minutes=options.minutes,
+        mode=options.mode,
+        parallel=options.parallel,
+        **common(options, code),
+    )
+    directory.make(spec, code)
     return spec
-
-
-def _continued(directory: ScalingDir, options: StudyOptions) -> ScalingSpec:
-    """Return the spec of the study, with --parallel changed if given. Raises UserError if there is no study."""
-    hint = "add --nodes 1 2 4 to start one"
-    return go_on(directory, options.runs_dir, hint, parallel=options.parallel)

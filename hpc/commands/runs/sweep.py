@@ -1,21 +1,19 @@
 """`hpc sweep`: the flags, the start and the end of a sweep. Runs on the login node."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Any
 
 from hpc.base.errors import UserError, need_package
 from hpc.base.flags import Flag
-from hpc.commands import cli
 from hpc.programs.program_kinds import DEFAULT
+from hpc.studies.group import GroupDir
 from hpc.studies.members import common, user_code
-from hpc.studies.sweep.space import grid_of, read_space
-from hpc.studies.sweep.sweep_dir import Direction, Pruner, Sampler, SweepDir, SweepSpec
-from hpc.studies.verb import NOT_OF_GROUPS, check_is_new, directory_of, go_on, look_after, make, tell_on, typed_flags
-from hpc.submissions.options import SubmitOptions, run_verb, split_script, with_program
-from hpc.submissions.sbatch.sbatch_advice import explain
+from hpc.studies.study import ContinueOptions, Study
+from hpc.studies.study import main as run_study
+from hpc.studies.sweep_spec import Direction, Pruner, Sampler, SweepDir, SweepSpec, grid_of, read_space
+from hpc.submissions.options import SubmitOptions, with_program
 
 _TRIALS, _PARALLEL = 20, 4
 
@@ -63,45 +61,31 @@ class SweepOptions(SweepFlags, SubmitOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContinueOptions(cli.RunsOptions):
+class ContinueSweep(ContinueOptions):
     """Continue a sweep."""
 
-    name: str | None = None
     trials: int | None = None
-    parallel: int | None = None
-    once: bool = False
 
 
 SweepTraining = with_program(SweepOptions, DEFAULT)
-Options = SweepOptions | ContinueOptions
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb."""
-    flags, script = split_script(list(sys.argv[1:] if argv is None else argv))
-    if not script and not {"param", "help", "help-all"} & typed_flags(flags) and "-h" not in flags:
-        return cli.run(partial(sweep, _continued), ContinueOptions, "sweep", flags, cli.Reading(explain=explain))
-    return run_verb("sweep", partial(sweep, _started), SweepOptions, flags, script, hidden=NOT_OF_GROUPS)
+    return run_study(_study, start, SweepDir, SweepOptions, sys.argv[1:] if argv is None else argv, ContinueSweep)
 
 
-def sweep(spec_of: Callable[[SweepDir, Any], SweepSpec], options: Options) -> int:
-    """Start or continue a sweep, and follow its trials to the end. Returns 1 if no trial was completed."""
+def _study() -> type[Study[Any]]:
     need_package("optuna", "sweep", "hpc sweep")
-    directory = directory_of(SweepDir, options.name, options.runs_dir)
-    spec = spec_of(directory, options)
-    from hpc.studies.sweep.sweep_controller import SweepController  # noqa: PLC0415 - imports Optuna
-    from hpc.studies.sweep.sweep_result import show  # noqa: PLC0415
+    from hpc.studies.sweep_study import SweepStudy  # noqa: PLC0415 - imports Optuna
 
-    controller = SweepController(directory, spec, tell_on(as_json=options.json))
-    look_after(directory, controller, once=options.once, is_new=not isinstance(options, ContinueOptions))
-    return show(directory, spec, controller.study, as_json=options.json)
+    return SweepStudy
 
 
-def _started(directory: SweepDir, options: SweepOptions) -> SweepSpec:
+def start(directory: GroupDir[Any], options: SweepOptions) -> SweepSpec:
     """Check the flags, make the sweep's directory, and return its spec. Raises UserError if a flag is wrong."""
     if not options.param:
         raise UserError("no flag differs between the trials: add --param NAME=VALUES")
-    check_is_new(directory, options)
     space = read_space(options.param)
     trials = options.trials
     if trials is None:
@@ -113,19 +97,5 @@ def _started(directory: SweepDir, options: SweepOptions) -> SweepSpec:
         direction=options.direction or ("maximize" if "accuracy" in options.metric else "minimize"),
         pruner=options.pruner, seed=options.sweep_seed, **common(options, code),
     )  # fmt: skip
-    _check_numbers(spec)
-    make(directory, spec, code)
+    directory.make(spec, code)
     return spec
-
-
-def _continued(directory: SweepDir, options: ContinueOptions) -> SweepSpec:
-    """Return the spec of the sweep, with changes of --trials and --parallel. Raises UserError if there is no sweep."""
-    hint = "add --param NAME=VALUES to start one"
-    spec = go_on(directory, options.runs_dir, hint, trials=options.trials, parallel=options.parallel)
-    _check_numbers(spec)
-    return spec
-
-
-def _check_numbers(spec: SweepSpec) -> None:
-    if min(spec.trials, spec.parallel) < 1:
-        raise UserError(f"--trials is {spec.trials} and --parallel {spec.parallel}: use 1 or more")

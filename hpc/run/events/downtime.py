@@ -26,7 +26,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, starmap
 from math import inf
-from statistics import median
 from typing import TypeVar
 
 from hpc.run.events.history import History
@@ -183,20 +182,6 @@ def _parts(marks: Sequence[float | None]) -> dict[str, float | None]:
 
 def _difference(begin: float | None, end: float | None) -> float | None:
     return None if begin is None or end is None else round(end - begin, 3)
-
-
-def recovery_by_cause(interruptions: Sequence[Interruption]) -> dict[str, dict[str, float | None]]:
-    """Return each cause's number of interruptions, the median of their known totals in seconds, and the steps lost."""
-    costs: dict[str, dict[str, float | None]] = {}
-    for cause in dict.fromkeys(interruption.cause for interruption in interruptions):
-        same = [interruption for interruption in interruptions if interruption.cause == cause]
-        totals = [seconds for interruption in same if (seconds := interruption.seconds["total"]) is not None]
-        costs[cause] = {
-            "count": len(same),
-            "median_seconds": round(median(totals), 3) if totals else None,
-            "steps_lost": steps_lost(same),
-        }
-    return costs
 
 
 def steps_lost(interruptions: Iterable[Interruption]) -> int | None:

@@ -124,8 +124,8 @@ def test_used_budgets() -> None:
     assert (Budget().used, Budget().cause) == ([], None)
     history = [failed(None), ended("hang"), failed(None), ended("node_failure"), ended("lost")]
     assert budget_after(history).used == [
-        {"causes": ["crashed", "hang"], "failures": 3, "budget": 5},
-        {"causes": ["node_failure", "lost"], "failures": 2, "budget": 10},
+        "failures without progress: 3 of 5 (crashed, hang)",
+        "failures without progress: 2 of 10 (node_failure, lost)",
     ]
 
 

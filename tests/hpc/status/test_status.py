@@ -29,9 +29,8 @@ from hpc.base.files import append_json_line
 from hpc.commands.start import status
 from hpc.run.rundir import RunDir
 from hpc.status import printing, table
-from hpc.status.details import budget_lines, interruption_table
+from hpc.status.details import interruption_table, largest_parts
 from hpc.status.run_view import summarize
-from hpc.status.summary import Budgets, UsedBudget
 
 Capture = pytest.CaptureFixture[str]
 CRASH = {"rank": 3, "node": "gpu02", "detail": "KeyError: '[x]'", "round": 1}
@@ -212,7 +211,7 @@ def test_wait_prints_a_line_for_each_epoch_and_interruption(run: RunDir, capsys:
         "attempt 1: epoch 1, step 7", "attempt 1: epoch 2, step 31", "attempt 1: epoch 2, step 32",
     ]  # fmt: skip
     assert lines[0] == "attempt 1: epoch 1, step 7/90, 8 images/s"
-    assert lines[2].endswith("(interrupted: 2 crashed, 1 preempted)")
+    assert lines[2].endswith("(interrupted: 1 crashed)")
 
 
 def test_wait_changes_one_line_in_a_terminal(run: RunDir) -> None:
@@ -233,12 +232,9 @@ def test_model_that_learned_nothing_is_a_warning_however_the_end_is_learned_of(r
     assert json.loads(printed(capsys, str(run.path), "--json"))[0]["warnings"][-1] == "the model has learned nothing"
 
 
-def test_used_budgets_are_shown() -> None:
-    used = (UsedBudget(causes=("crashed", "hang"), failures=3, budget=5),)
-    line = "failures without progress: 3 of 5 (crashed, hang)"
-    assert budget_lines(Budgets(used=used, same_failure_twice=False)) == [line]
-    ended = "the same failure twice in a row has ended the run"
-    assert budget_lines(Budgets(used=used, same_failure_twice=True)) == [line, ended]
+def test_largest_parts_come_first() -> None:
+    parts = {"notice": 1.0, "release": 0.0, "start": 120.0, "stage": 4.0, "rendezvous": 9.0, "restore": None}
+    assert largest_parts({**parts, "total": 99.0}) == "start 120.0, rendezvous 9.0, stage 4.0"
 
 
 def test_message_that_could_not_be_sent_is_shown_until_it_is(run: RunDir, capsys: Capture) -> None:

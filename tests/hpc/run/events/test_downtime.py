@@ -21,7 +21,7 @@ from support.events import (
 )
 
 from hpc.base.files import append_json_line
-from hpc.run.events.downtime import PARTS, Interruption, goodput, interruptions_of, recovery_by_cause
+from hpc.run.events.downtime import PARTS, Interruption, goodput, interruptions_of
 from hpc.run.events.history import History
 from hpc.run.events.kinds import Event
 from hpc.run.rundir import RunDir
@@ -194,22 +194,6 @@ def test_end_after_too_many_failures_is_none(tmp_path: Path) -> None:
     assert [interruption.recorded_at for interruption in found] == [40.0]
 
 
-def test_recovery_by_cause(tmp_path: Path) -> None:
-    found = interruptions(
-        tmp_path,
-        *FIRST,
-        interruption(30.0, step=20, failed_at=30.0),
-        started(40.0, step=19),
-        interruption(50.0, step=30, failed_at=50.0),
-        started(70.0, step=25),
-        interruption(80.0, "hang", step=40, failed_at=80.0),
-    )
-    assert recovery_by_cause(found) == {
-        "crashed": {"count": 2, "median_seconds": 15.0, "steps_lost": 6},
-        "hang": {"count": 1, "median_seconds": None, "steps_lost": None},
-    }
-
-
 def test_summary_has_the_interruptions(tmp_path: Path) -> None:
     assert goodput(None, 0.0, 10.0) is None, "the time is not recorded"
     run = RunDir(tmp_path)
@@ -227,5 +211,4 @@ def test_summary_has_the_interruptions(tmp_path: Path) -> None:
     summary = json.loads(json.dumps(summarize(run, None).document()))
     assert (summary["state"], summary["steps_lost"], summary["goodput"]) == ("completed", 2, 0.75)
     assert [interruption["cause"] for interruption in summary["interruptions"]] == ["crashed"]
-    assert summary["recovery"]["crashed"]["median_seconds"] == 10.0
     assert (summary["attempts"][0]["nodes"], summary["attempts"][0]["members"]) == (["a", "b"], ["b"])

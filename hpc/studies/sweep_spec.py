@@ -1,17 +1,61 @@
-"""Reads from `--param` which values the parameters of a trial may take. Pure."""
+"""The settings of a sweep, its directory, and the values that the parameters of its trials may take."""
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from hpc.base.errors import UserError
+from hpc.studies.group import GroupDir, GroupSpec
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
 
 _EXAMPLES = "lr=log:1e-4,1e-1  momentum=float:0.8,0.99  epochs=int:5,20  batch-size=64,128,256"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+Sampler = Literal["tpe", "random", "grid"]
+Direction = Literal["maximize", "minimize"]
+Pruner = Literal["median", "none"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepSpec(GroupSpec):
+    """The settings of a sweep."""
+
+    param: tuple[str, ...]
+    trials: int
+    metric: str
+    """Name of the metric, as trackers show it, such as `val/accuracy`."""
+    direction: Direction
+    sampler: Sampler
+    pruner: Pruner
+    seed: int
+
+    def check(self) -> None:
+        """Raise UserError if a number is not allowed."""
+        super().check()
+        if self.trials < 1:
+            raise UserError(f"--trials is {self.trials}: use 1 or more")
+
+
+class SweepDir(GroupDir[SweepSpec]):
+    """The files of a sweep, by name. Its runs have the numbers of Optuna's trials, such as 003."""
+
+    KIND = TITLE = "sweep"
+    FIRST_FLAG = "--param NAME=VALUES"
+    SPEC = SweepSpec
+
+    @property
+    def journal(self) -> Path:
+        """The file of Optuna's journal, which has all trials."""
+        return self.path / "journal.log"
+
+    @property
+    def best(self) -> Path:
+        """The file with the flags of the best trial, for --config."""
+        return self.path / "best.yaml"
 
 
 def read_space(params: Sequence[str]) -> "dict[str, BaseDistribution]":

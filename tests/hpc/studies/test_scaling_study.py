@@ -71,17 +71,12 @@ def test_study_survives_its_controller(site: Site) -> None:
     one, two = found["sizes"]
     assert (one["run"], one["state"], one["ranks"], one["batch_size"]) == ("small-1x1", "completed", 1, 16)
     assert (two["run"], two["state"], two["ranks"], two["batch_size"]) == ("small-2x1", "completed", 2, 32)
-    assert (one["steps_per_epoch"], two["steps_per_epoch"]) == (16, 8)
     for each in (one, two):
-        assert 0 < each["epochs"] <= 20
+        assert 0 < each["images"] <= 20 * 256
         assert each["images_per_second"] > 0
-        assert each["test_loss"] > 0
+        assert each["val_loss"] > 0
     assert (one["efficiency"], one["allreduce_wait_share"]) == (1.0, None)
     assert 0 <= two["allreduce_wait_share"] <= 1
-    assert two["gradient_bytes"] > 1000
-    page = (site.path / "runs/small/report/scaling.html").read_text()
-    assert all(text in page for text in (">small</h1>", "waiting for the all-reduce", *found["conclusions"]))
-    assert '<h1>small-2x1</h1><span class="pill completed">' in (second / "report/index.html").read_text()
     rows = json.loads(site.hpc("status", "small", "--json").stdout)
     assert [row["run"] for row in rows] == ["small-1x1", "small-2x1"]
     assert "small-1x1" in site.hpc("status").stdout
@@ -109,7 +104,7 @@ def test_unmodified_script_is_measured_by_its_steps(site: Site) -> None:
     assert two["efficiency"] == two["steps_per_second"] / one["steps_per_second"]
     shown = site.hpc("scaling", "--name=steps")
     assert "steps per second" in shown.stdout
-    assert "images per second" not in shown.stdout + (site.path / "runs/steps/report/scaling.html").read_text()
+    assert "images per second" not in shown.stdout
 
 
 def test_wrong_command_lines_leave_nothing(site: Site) -> None:

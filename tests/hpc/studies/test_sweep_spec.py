@@ -5,7 +5,7 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 
 from hpc.base.errors import UserError
 from hpc.programs.script_flags import ScriptFlags
-from hpc.studies.sweep.space import grid_of, read_space, shown
+from hpc.studies.sweep_spec import grid_of, read_space, shown
 
 
 def test_ranges_and_lists() -> None:

@@ -1,0 +1,138 @@
+"""The directory of a group of runs, such as a sweep: its spec, the copy of the user's code, and the runs."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Self, TypeVar
+
+import msgspec
+
+from hpc.base.errors import UserError
+from hpc.base.files import new_directory, write_json
+from hpc.commands import cli
+from hpc.run.ownership import check_is_own
+from hpc.run.rundir import RunDir, check_run_name
+from hpc.submissions.user_code.code_copy import copy_files
+from hpc.submissions.user_code.own_code import UserCode
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupSpec:
+    """The settings that all runs of a group have in common."""
+
+    parallel: int
+    """The maximum number of runs at the same time."""
+    settings: Mapping[str, Any]
+    """Values by flag without dashes, including the user's defaults at the start of the group."""
+    script: tuple[str, ...]
+    """The user's script and its arguments, which may have `{NAME}` in place of a value that the runs differ in."""
+    working_directory: str = "."
+    """The directory in which the script starts: below `code/`, or an absolute path if the script runs in place."""
+    revision: str | None
+    """Git revision of the copied code; None if unknown, or if the script runs in place."""
+
+    def check(self) -> None:
+        """Raise UserError if a number is not allowed."""
+        if self.parallel < 1:
+            raise UserError(f"--parallel is {self.parallel}: use 1 or more")
+
+
+Spec = TypeVar("Spec", bound=GroupSpec)
+
+
+@dataclass(frozen=True)
+class GroupDir(Generic[Spec]):
+    """The files of a group, by name. A subclass defines the kind of group."""
+
+    path: Path
+
+    KIND: ClassVar[str]
+    """The kind of group: one of `cli.GROUPS`."""
+    TITLE: ClassVar[str]
+    """The words for this kind of group in a sentence."""
+    FIRST_FLAG: ClassVar[str]
+    """The flag with which a user starts a group of this kind."""
+    SPEC: ClassVar[type[GroupSpec]]
+
+    @classmethod
+    def named(cls, name: str | None, runs_dir: Path) -> Self:
+        """Return the directory of the group of this name. Raises UserError if the name is missing or not allowed."""
+        if name is None:
+            raise UserError(
+                f"the {cls.TITLE} has no name: add --name NAME; later, hpc {cls.KIND} --name NAME continues it"
+            )
+        check_run_name(name)
+        return cls(runs_dir.expanduser().resolve() / name)
+
+    @property
+    def spec_file(self) -> Path:
+        """The file of the group's spec."""
+        return self.path / f"{self.KIND}.json"
+
+    @property
+    def code(self) -> Path:
+        """The directory with the user's code as it was at the start of the group. Each run gets the same."""
+        return self.path / "code"
+
+    @property
+    def cancelled(self) -> Path:
+        """A file that exists once `hpc cancel` has cancelled the group."""
+        return self.path / cli.CANCELLED_GROUP
+
+    def run(self, name: str) -> RunDir:
+        """Return a run of the group. Its name begins with the group's, because Slurm and trackers show no groups."""
+        return RunDir(self.path / f"{self.path.name}-{name}")
+
+    def save(self, spec: Spec) -> None:
+        """Write the group's spec. Raises UserError if it is wrong."""
+        spec.check()
+        write_json(self.spec_file, asdict(spec))
+
+    def load(self) -> Spec:
+        """Read the group's spec. Raises UserError if it is damaged."""
+        try:
+            return msgspec.json.decode(self.spec_file.read_bytes(), type=self.SPEC)  # type: ignore[return-value]
+        except (OSError, ValueError) as error:
+            raise UserError(f"{self.spec_file} is damaged, or of another version: {error}") from error
+
+    def check_is_new(self) -> None:
+        """Raise UserError if the directory exists."""
+        if self.path.exists():
+            raise self._exists()
+
+    def _exists(self) -> UserError:
+        if not self.spec_file.exists():
+            return UserError(f"{self.path} exists already: choose another --name")
+        name = self.path.name
+        return UserError(
+            f"{self.TITLE} {name} exists already: type hpc {self.KIND} --name {name} to continue it, or choose another "
+            "--name"
+        )
+
+    def make(self, spec: Spec, code: UserCode) -> None:
+        """Make the directory with the spec and the code. Raises UserError if another process has made it meanwhile."""
+        try:
+            with new_directory(self.path) as path:
+                draft = type(self)(path)
+                if not code.in_place:
+                    copy_files(code, draft.code)
+                draft.save(spec)
+        except FileExistsError as error:
+            raise self._exists() from error
+
+    def go_on(self, options: Any) -> Spec:
+        """Save and return the spec with the values that `options` has for its fields, and take back a cancellation.
+
+        Raises:
+            UserError: the group does not exist, is another user's, or has a damaged spec.
+        """
+        if not self.spec_file.exists():
+            raise UserError(
+                f"there is no {self.TITLE} {self.path.name} in {options.runs_dir}: add {self.FIRST_FLAG} to start one"
+            )
+        check_is_own(RunDir(self.path))
+        values = {field.name: getattr(options, field.name, None) for field in fields(self.SPEC)}
+        spec = replace(self.load(), **{name: value for name, value in values.items() if value is not None})
+        self.cancelled.unlink(missing_ok=True)
+        self.save(spec)
+        return spec

@@ -1,0 +1,270 @@
+"""Starts, follows and shows the runs of a group; `hpc sweep` and `hpc scaling` say which. Runs on the login node.
+
+All state is in the runs and the group's directory, so a study may be killed at any moment and started again.
+"""
+
+import dataclasses
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Generic
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hpc.base.errors import TorchrelayError, UserError
+from hpc.base.files import is_temporary, remove_directory
+from hpc.base.text import visible
+from hpc.commands import cli
+from hpc.programs.program_flags import ProgramFlags
+from hpc.run.rundir import RunDir
+from hpc.status.run_view import StatusCache
+from hpc.status.summary import TERMINAL, Summary
+from hpc.studies.group import GroupDir, Spec
+from hpc.studies.members import start_member
+from hpc.submissions.options import SubmitOptions, run_verb, split_script
+from hpc.submissions.sbatch.sbatch_advice import explain
+from hpc.supervise.check import SuperviseOptions, check_runs
+
+_POLL_SECONDS, _MOST_POLL_SECONDS, _SUPERVISE_SECONDS = 5.0, 300.0, 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContinueOptions(cli.RunsOptions):
+    """Continue a group."""
+
+    name: str | None = None
+    parallel: int | None = None
+    once: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """A run of a group, by what it differs in."""
+
+    name: str
+    change: Callable[[ProgramFlags], ProgramFlags]
+    """Changes the flags of the program."""
+    flags: Mapping[str, str] = field(default_factory=dict)
+    """Flags of the launcher without dashes."""
+    values: str = ""
+    """The values that the run differs in, such as ` with lr=0.1`, where its name does not say them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """The results of a group so far."""
+
+    document: Mapping[str, Any]
+    """The fields for --json."""
+    table: Sequence[Sequence[str]]
+    """Rows, the titles first."""
+    sentences: Sequence[str]
+    problem: str | None
+    """Why there is no result; None if there is one, or one may yet come."""
+
+
+class Study(ABC, Generic[Spec]):
+    """Starts and follows the runs of one group.
+
+    Args:
+        group: the directory.
+        spec: the settings of the group.
+        tell: called with each message for the user.
+    """
+
+    def __init__(self, group: Any, spec: Spec, tell: Callable[[str], None]) -> None:
+        self.group, self.spec, self.tell = group, spec, tell
+        self.cache, self._supervised = StatusCache(), 0.0
+
+    @abstractmethod
+    def begun(self) -> Sequence[Member]:
+        """Return the members that have begun and are not known to have ended."""
+
+    @abstractmethod
+    def next_member(self) -> Member | None:
+        """Return the next member to start; None if there is none."""
+
+    @abstractmethod
+    def refuse(self, member: Member, cause: str) -> bool:
+        """Record that a member cannot be submitted. Return whether it is the group's first."""
+
+    @abstractmethod
+    def follow(self, member: Member, run: RunDir, summary: Summary) -> None:
+        """Record what a member that goes on has reached, and cancel it if it need not go on."""
+
+    @abstractmethod
+    def end(self, member: Member, run: RunDir, summary: Summary) -> None:
+        """Record and announce that a member has ended."""
+
+    @abstractmethod
+    def results(self) -> Results:
+        """Return the results so far."""
+
+    def save_result(self) -> None:
+        """Write files with the results so far."""
+        return
+
+    def step(self) -> bool:
+        """Follow the runs, and start further ones. Return whether the group is over.
+
+        Raises:
+            UserError: the first run cannot be submitted.
+            TorchrelayError: Slurm does not answer.
+        """
+        self.cache = StatusCache()  # in an old one, a run that another process just submitted may look failed
+        running = 0
+        for member in self.begun():
+            run = self.group.run(member.name)
+            summary = self.cache.summary(run) if run.spec.exists() else None
+            if summary is None or (summary.state == "failed" and summary.job_id is None):
+                running += self._start(member)  # an earlier process was killed before it queued the job
+            elif summary.state in TERMINAL:
+                self.end(member, run, summary)
+            else:
+                self.follow(member, run, summary)
+                running += 1
+        if self.group.cancelled.exists():
+            return not running
+        while running < self.spec.parallel and (new := self.next_member()) is not None:
+            running += self._start(new)
+        self._supervise()
+        return not running
+
+    def _start(self, member: Member) -> bool:
+        """Submit the run of a member. Return False if it is refused; for the first member, raise UserError instead."""
+        run = self.group.run(member.name)
+        try:
+            if start_member(self.group, self.spec, run, member.change, member.flags):
+                self.tell(f"{run.name} is submitted{member.values}")
+            self.cache = StatusCache()  # the old one has a queue without the new job
+        except UserError as error:
+            if self.refuse(member, str(error)):
+                raise
+            self.tell(f"{run.name} cannot be submitted{member.values}: {error}")
+            return False
+        return True
+
+    def _supervise(self) -> None:
+        """Restart lost runs, in case no supervisor watches them, at most once a minute."""
+        if time.monotonic() - self._supervised < _SUPERVISE_SECONDS:
+            return
+        if any(run.script.exists() for run in cli.all_runs(self.group.path)):
+            self._supervised = time.monotonic()
+            for line in check_runs(SuperviseOptions(runs_dir=self.group.path), []):
+                if line["problem"]:
+                    self.tell(f"{line['run']}: {line['action']} ({line['reason']}): {line['problem']}")
+
+
+def main(
+    load: Callable[[], type[Study[Any]]],
+    start: Callable[[GroupDir[Any], Any], Any],
+    kind: type[GroupDir[Any]],
+    options: type[SubmitOptions],
+    argv: Sequence[str],
+    continued: type[ContinueOptions] = ContinueOptions,
+) -> int:
+    """Run `hpc sweep` or `hpc scaling`. With a name alone, it continues a group; with other flags, it starts one.
+
+    Args:
+        load: imports the class of the study.
+        start: makes the group of these options, and returns its spec.
+        kind: the kind of group.
+        options: the flags that start a group.
+        argv: the words of the command line.
+        continued: the flags that continue a group.
+    """
+    flags, script = split_script(list(argv))
+    typed = {word[2:].partition("=")[0].replace("_", "-") for word in flags if word.startswith("-")}
+    own = {field.name.replace("_", "-") for field in dataclasses.fields(continued)}
+    if not script and "name" in typed and typed <= own:
+        work, reading = partial(_work, load, kind, None), cli.Reading(explain=explain)
+        return cli.run(work, continued, kind.KIND, flags, reading)
+    return run_verb(kind.KIND, partial(_work, load, kind, start), options, flags, script, {"dry_run", "wait"})
+
+
+def _work(
+    load: Callable[[], type[Study[Any]]], kind: type[GroupDir[Any]], start: Callable[..., Any] | None, options: Any
+) -> int:
+    group, study = kind.named(options.name, options.runs_dir), load()
+    if start is not None:
+        group.check_is_new()
+        if options.dry_run or options.wait:
+            raise UserError(
+                f"hpc {kind.KIND} has no --dry-run and no --wait: try hpc submit --dry-run with the same flags"
+            )
+    spec = start(group, options) if start else group.go_on(options)
+    out = sys.stderr if options.json else sys.stdout
+
+    def tell(line: str) -> None:
+        print(visible(f"{time.strftime('%H:%M:%S')} {line}"), file=out, flush=True)
+
+    made = study(group, spec, tell)
+    _look_after(made, once=options.once, is_new=start is not None)
+    return _show(made, as_json=options.json)
+
+
+def _look_after(study: Study[Any], *, once: bool, is_new: bool) -> None:
+    """Let a study work until the group is over; with `once`, let it work once.
+
+    Raises:
+        UserError: the first run cannot be submitted. If `is_new`, the directory is removed, unless it has a run.
+        TorchrelayError: Slurm does not answer, and `once` is set; without `once`, the study tries again.
+    """
+    group, name = study.group, study.group.path.name
+    try:
+        _repeat(study, once=once)
+    except UserError:
+        if is_new and not any(is_temporary(path) or RunDir(path).spec.exists() for path in group.path.iterdir()):
+            remove_directory(group.path)  # no run was started, and no other process is about to start one
+        raise
+    except KeyboardInterrupt:
+        print(
+            f"\nthe runs of {name} continue: type hpc {group.KIND} --name {name} to continue the {group.TITLE}, or "
+            f"hpc cancel {name} to stop the runs",
+            file=sys.stderr,
+        )
+        raise
+
+
+def _repeat(study: Study[Any], *, once: bool) -> None:
+    pause, is_over = _POLL_SECONDS, False
+    while not is_over:
+        try:
+            is_over, pause = study.step(), _POLL_SECONDS
+            study.save_result()
+        except UserError:
+            raise
+        except (TorchrelayError, OSError) as error:
+            if once:
+                raise
+            is_over, pause = False, min(2 * pause, _MOST_POLL_SECONDS)
+            print(f"hpc {study.group.KIND}: next check in {pause:.0f} s: {error}", file=sys.stderr, flush=True)
+        if once:
+            return
+        if not is_over:
+            time.sleep(pause)
+
+
+def _show(study: Study[Any], *, as_json: bool) -> int:
+    """Print the results so far. Return 1 if there is none, and none may come."""
+    group, results = study.group, study.results()
+    if as_json:
+        cli.print_json({group.KIND: group.path.name, "directory": str(group.path), **results.document})
+        return int(results.problem is not None)
+    titles, *rows = results.table
+    table = Table(*titles, box=None)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    Console().print(table)
+    for line in results.sentences:
+        print(visible(line))
+    if results.problem is not None:
+        print(visible(f"hpc {group.KIND}: {results.problem}"), file=sys.stderr)
+    else:
+        print(visible(f"next:\n  {cli.own_command()} report {group.path.name}"))
+    return int(results.problem is not None)
