@@ -31,14 +31,6 @@ _LONGEST_NAME, _RECORDS_PER_LINE = 200, 1000
 _LARGEST_BATCH, _SMALLEST_BATCH, _BATCHES = 16 * 2**20, 2**20, 64
 
 
-def absolute(path: Path) -> Path:
-    """Return the absolute path of a source, because a data set with two paths would be copied twice.
-
-    Symlinks such as `datasets/current` are not resolved.
-    """
-    return Path(os.path.abspath(path))  # noqa: PTH100 - pathlib leaves `..` in
-
-
 class SourceFile(NamedTuple):
     """One file of the data set."""
 
