@@ -196,10 +196,6 @@ class NodeStaging:
         node.record(DataStaged(node=node.host, source=str(source), **fields))
         if staged.fallback:
             log(f"read from shared storage instead of other nodes: {staged.fallback}")
-        if staged.in_memory:
-            log(f"{node.stage_dir} on {node.host} is RAM-backed: add the size of the data set to --mem")
-        if staged.shared:
-            log(f"{node.stage_dir} on {node.host} is not on the node's own disk: {staged.shared}")
         if per_job:
             log(f"{node.stage_dir} on {node.host} is deleted with this job: the next job copies {source} again")
         return staged

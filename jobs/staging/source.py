@@ -24,7 +24,6 @@ from jobs.staging.copy_progress import stop_if
 
 # Enough threads to keep a parallel file system busy. One thread is enough for a local file system.
 _LISTING_THREADS = 8
-_POLL_SECONDS = 0.2
 _LONGEST_NAME, _RECORDS_PER_LINE = 200, 1000
 # A batch is many small files or a part of a large one. A small data set has at least 64 batches if possible, so that
 # every node has some to read.
@@ -156,9 +155,8 @@ class SourceWalk:
         self._source = source
         self._files: dict[str, list[SourceFile]] = {}
         """Files by directory relative to the source, whose own key is empty."""
-        self._queue: queue.Queue[_Directory] = queue.Queue()
+        self._queue: queue.Queue[_Directory | None] = queue.Queue()
         self._errors = list[BaseException]()
-        self._ended = threading.Event()
         self.cancelled = threading.Event()
         """An event to set to end the walk."""
         self.found = 0
@@ -192,23 +190,15 @@ class SourceWalk:
         self._queue.put(_Directory("", ()))
         for _ in range(_LISTING_THREADS):
             threading.Thread(target=self._work, daemon=True, name="stage-list").start()
-        done = self._queue.all_tasks_done
-        try:
-            while self._queue.unfinished_tasks and not self._errors:
-                stop_if(self.cancelled.is_set())
-                with done:
-                    done.wait_for(lambda: not self._queue.unfinished_tasks, _POLL_SECONDS)
-        finally:
-            self._ended.set()
+        self._queue.join()
+        for _ in range(_LISTING_THREADS):
+            self._queue.put(None)
+        stop_if(self.cancelled.is_set())
         if self._errors:
             raise self._errors[0]
 
     def _work(self) -> None:
-        while not self._ended.is_set():
-            try:
-                directory = self._queue.get(timeout=_POLL_SECONDS)
-            except queue.Empty:
-                continue
+        while (directory := self._queue.get()) is not None:
             try:
                 self._list(directory)
             except BaseException as error:  # noqa: BLE001 - `run` raises it again
@@ -225,7 +215,7 @@ class SourceWalk:
         files = list[SourceFile]()
         with os.scandir(path) as entries:
             for entry in entries:
-                if self._ended.is_set():
+                if self.cancelled.is_set() or self._errors:
                     break
                 self.found += 1
                 name = os.path.join(directory.name, entry.name)  # noqa: PTH118 - a million of them

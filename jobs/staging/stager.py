@@ -316,9 +316,7 @@ class Stager:
                     [file] = listing.files
                     check_unchanged(str(archive), archive.stat(), (file.size, file.modified_ns))
 
-        return self._wait.run_in_thread(
-            work, lambda: CopyProgress(activity="unpacking", bytes_done=bytes_done), cancel
-        )
+        return self._wait.run_in_thread(work, lambda: CopyProgress(activity="unpacking", bytes_done=bytes_done), cancel)
 
     def _keep_archive_for_peers(self) -> None:
         """Wait, at most a minute, until no peer fetches the copy of an archive any more, and delete it."""
