@@ -200,10 +200,14 @@ class SourceWalk:
     def _work(self) -> None:
         while (directory := self._queue.get()) is not None:
             try:
-                self._list(directory)
+                if not self._is_over():
+                    self._list(directory)
             except BaseException as error:  # noqa: BLE001 - `run` raises it again
                 self._errors.append(error)
             self._queue.task_done()
+
+    def _is_over(self) -> bool:
+        return self.cancelled.is_set() or bool(self._errors)
 
     def _list(self, directory: _Directory) -> None:
         path = self._source / directory.name
@@ -215,7 +219,7 @@ class SourceWalk:
         files = list[SourceFile]()
         with os.scandir(path) as entries:
             for entry in entries:
-                if self.cancelled.is_set() or self._errors:
+                if self._is_over():
                     break
                 self.found += 1
                 name = os.path.join(directory.name, entry.name)  # noqa: PTH118 - a million of them
