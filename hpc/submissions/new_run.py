@@ -74,8 +74,7 @@ def start_run(
     if options.dry_run:
         return NewRun(run=run, spec=spec, code=code)
     if environment is not None:
-        watch = None if options.json else environment_archive.show_progress
-        archive = environment_archive.find_or_make(environment, run.path.parent, watch)
+        archive = environment_archive.find_or_make(environment, run.path.parent)
         spec = dataclasses.replace(spec, stage_env=str(archive))
     spec, job_id = _submit(run, spec, code, fill)
     _hide_runs_from_git(run)

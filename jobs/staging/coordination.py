@@ -67,7 +67,7 @@ class StagingGroup:
     host = "localhost"
     """This node's name."""
     secret = ""
-    """The secret with which the nodes of the job authenticate each other; empty if this node serves nothing."""
+    """The secret with which the nodes of the job authenticate each other."""
     ports: Sequence[int] = ()
     """The ports on one of which to serve; if empty, the kernel chooses one."""
 

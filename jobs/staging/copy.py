@@ -18,7 +18,7 @@ from jobs.staging.coordination import Address
 from jobs.staging.copy_progress import CopyProgress, Watch, stop_if
 from jobs.staging.peers import ChunkStore, Peer, PeerError
 from jobs.staging.source import FileChunk, SourceListing, read_chunk
-from jobs.staging.store import CopiedFile, checksum, write_all
+from jobs.staging.store import checksum, write_all
 
 # Two readers keep one and a half cores busy. Further readers only contend, unless the storage has a high latency and
 # answers several requests at a time.
@@ -48,8 +48,6 @@ class Copy:
     def __init__(self, listing: SourceListing, target: Path, chunks: ChunkStore) -> None:
         self._listing, self._target, self._chunks = listing, target, chunks
         self.stats = CopyStats()
-        self.checksums: dict[int, tuple[str, ...]] = {}
-        """Checksums of the chunks of each copied batch, by the batch's number."""
         self._to_read: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._read_seconds = self._write_seconds = 0.0
@@ -63,13 +61,8 @@ class Copy:
     def run(self, owners: Sequence[Address], own: tuple[str, int], secret: str, watch: Watch) -> None:
         """Copy all files. Their directories must exist.
 
-        Batch b belongs to owner b modulo the number of owners; if there are none, this node reads all.
-
-        Args:
-            owners: the addresses of the nodes that read the data, or already have them.
-            own: name of this node, which need not be an owner, and port of its server.
-            secret: the secret with which the nodes authenticate each other.
-            watch: receives the progress, and returns whether to stop.
+        Batch b belongs to owner b modulo the number of owners; if there are none, this node reads all. `own` is the
+        name of this node, which need not be an owner, and the port of its server.
 
         Raises:
             StagingStopped: `watch` returned true.
@@ -99,15 +92,11 @@ class Copy:
             self._close_peers()
 
     def _monitor(self, readers: list[threading.Thread], fetchers: list[threading.Thread], watch: Watch) -> None:
-        began = time.monotonic()
-        total = self._listing.size
-
         def report() -> None:
             if len(readers) < _MAX_SOURCE_THREADS and self._read_seconds > 2 * self._write_seconds:
                 readers.append(self._start(self._read_batches, "stage-source"))
-            seconds = time.monotonic() - began
-            done, at_storage = self.stats.bytes, self._at_storage > 0
-            stop_if(watch(CopyProgress(bytes_done=done, bytes_total=total, seconds=seconds, at_storage=at_storage)))
+            done, total = self.stats.bytes, self._listing.size
+            stop_if(watch(CopyProgress(bytes_done=done, bytes_total=total, at_storage=self._at_storage > 0)))
 
         # Fetchers end first: the readers also read the batches that an owner does not send.
         for threads in (fetchers, readers):
@@ -143,13 +132,10 @@ class Copy:
         for peer in tuple(self._peers.values()):
             peer.close()
 
-    def _new_buffer(self) -> memoryview:
-        """Return a buffer that a thread reuses for all chunks: new memory for each chunk costs as much as copying."""
-        return memoryview(bytearray(self._listing.batch_bytes))
-
     def _read_batches(self) -> None:
         """Read batches from the source until the queue gives None. Put None back to end the other readers, too."""
-        buffer = self._new_buffer()
+        # New memory for each chunk would cost as much as copying.
+        buffer = memoryview(bytearray(self._listing.batch_bytes))
         while (number := self._to_read.get()) is not None and not self._cancelled.is_set():
             checksums = []
             for chunk in self._listing.batches[number]:
@@ -163,12 +149,12 @@ class Copy:
                     self._read_seconds += read - began
                     self._write_seconds += time.monotonic() - read
                     self.stats.from_source += chunk.length
-            self._complete(number, tuple(checksums), from_source=True)
+            self._chunks.put(number, tuple(checksums), read=True)
         self._to_read.put(None)
 
     def _fetch_batches(self, by_owner: dict[Address, list[int]], secret: str) -> None:
         """Fetch the batches of some owners, one from each in turn."""
-        buffer = self._new_buffer()
+        buffer = memoryview(bytearray(self._listing.batch_bytes))
         while waiting := {owner: numbers for owner, numbers in by_owner.items() if numbers}:
             for owner, numbers in waiting.items():
                 if self._cancelled.is_set():
@@ -192,7 +178,7 @@ class Copy:
             self._write(chunk, peer.receive(buffer[: chunk.length], expected))
             with self._lock:
                 self.stats.from_peers += chunk.length
-        self._complete(number, checksums)
+        self._chunks.put(number, checksums)
 
     def _write(self, chunk: FileChunk, content: memoryview) -> None:
         file = self._listing.files[chunk.file]
@@ -213,29 +199,3 @@ class Copy:
         finally:
             with self._lock:
                 self._at_storage -= 1
-
-    def _complete(self, number: int, checksums: tuple[str, ...], *, from_source: bool = False) -> None:
-        """Record a batch and serve it to peers from now on."""
-        with self._lock:
-            self.checksums[number] = checksums
-        self._chunks.put(number, checksums, read=from_source)
-
-
-def copied_files(listing: SourceListing, checksums: dict[int, tuple[str, ...]]) -> tuple[CopiedFile, ...]:
-    """Return the files of a copy, from the checksums of each batch's chunks."""
-    by_file: list[list[str]] = [[] for _ in listing.files]
-    for number, batch in enumerate(listing.batches):
-        for chunk, digest in zip(batch, checksums[number], strict=True):
-            by_file[chunk.file].append(digest)
-    return tuple(
-        CopiedFile(file.name, file.size, listing.batch_bytes, tuple(digests))
-        for file, digests in zip(listing.files, by_file, strict=True)
-    )
-
-
-def checksums_by_batch(listing: SourceListing, files: Sequence[CopiedFile]) -> dict[int, tuple[str, ...]]:
-    """Return the inverse of `copied_files`: the checksums of each batch's chunks."""
-    remaining = [iter(file.checksums) for file in files]
-    return {
-        number: tuple(next(remaining[chunk.file]) for chunk in batch) for number, batch in enumerate(listing.batches)
-    }

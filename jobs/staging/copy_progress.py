@@ -37,7 +37,6 @@ class CopyProgress:
     bytes_done: int
     bytes_total: int | None = None
     """The bytes to copy; None while unknown."""
-    seconds: float
     at_storage: bool = True
     """Whether a thread reads or writes now; if not, the copy waits for other nodes."""
 
@@ -97,11 +96,8 @@ class CancellableWait:
     ) -> _Result:
         """Run a blocking call in a thread, because storage or the network may hang, and wait for it.
 
-        Args:
-            work: the call.
-            progress: returns the progress of `work`.
-            cancel: set when staging is asked to stop; the thread then has some seconds to end before it is abandoned.
-            done: returns what `update` takes as `done`.
+        `progress` and `done` return what `update` takes. `cancel` is set when staging is asked to stop: the thread then
+        has some seconds to end before it is abandoned.
 
         Raises:
             StagingStopped: staging was asked to stop.

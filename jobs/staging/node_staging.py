@@ -7,7 +7,6 @@ Packed data (`--pack`) are an ordinary entry of the cache: the next attempt chec
 checksums) and uses the entry again. An entry is deleted when it is old or the disk is full.
 """
 
-import os
 import shutil
 import signal
 import subprocess
@@ -197,25 +196,24 @@ class NodeStaging:
         node.record(DataStaged(node=node.host, source=str(source), **fields))
         if staged.fallback:
             log(f"read from shared storage instead of other nodes: {staged.fallback}")
-        if staged.in_memory:
-            log(f"{node.stage_dir} on {node.host} is RAM-backed: add the size of the data set to --mem")
-        if staged.shared:
-            log(f"{node.stage_dir} on {node.host} is not on the node's own disk: {staged.shared}")
         if per_job:
             log(f"{node.stage_dir} on {node.host} is deleted with this job: the next job copies {source} again")
         return staged
 
     def watch(self, source: Path) -> Watch:
         """Return a callback that polls the monitor during a copy, records the progress, and returns whether to stop."""
-        next_event = time.monotonic() + _FIRST_SECONDS
+        began, activity, next_event = 0.0, "", 0.0
 
         def poll(progress: CopyProgress | None) -> bool:
-            nonlocal next_event
+            nonlocal began, activity, next_event
             self.monitor.poll()
+            if progress is not None and progress.activity != activity:
+                began, activity = time.monotonic(), progress.activity
+                next_event = began + _FIRST_SECONDS
             if progress is not None and time.monotonic() > next_event:
                 next_event = time.monotonic() + _NEXT_SECONDS
                 done, total = progress.bytes_done, progress.bytes_total
-                rate = done / progress.seconds if progress.seconds else 0.0
+                rate = done / (time.monotonic() - began)
                 event = Staging(
                     node=self.node.host, source=str(source), activity=progress.activity,
                     bytes_done=done, bytes_total=total, bytes_per_second=round(rate),
@@ -235,12 +233,8 @@ def packed_name(version: str, size: int) -> str:
 def pack(stage_dir: Path, resources: ExitStack, folder: Path, size: int, watch: Watch) -> Path:
     """Pack a staged folder unless it is packed already. Returns the directory of the packed data.
 
-    Args:
-        stage_dir: the directory of this node's copies.
-        resources: until it is closed, the packed data cannot be deleted.
-        folder: the copy of the image folder.
-        size: side of the packed images in pixels.
-        watch: gets the progress, and returns whether to stop.
+    Until `resources` is closed, the packed data cannot be deleted. `folder` is the copy of the image folder; `size` is
+    the side of the packed images in pixels.
 
     Raises:
         StagingStopped: `watch` returned True. Images packed so far are not packed again.
@@ -251,15 +245,10 @@ def pack(stage_dir: Path, resources: ExitStack, folder: Path, size: int, watch: 
     version = folder.relative_to(store.root).parts[0]
     entry = store.entry(packed_name(version, size))
     waiting = CancellableWait(watch)
-    while (in_use := entry.lock_for_use()) is None:
-        waiting.wait()
-    resources.callback(os.close, in_use)
-    with entry.locked_for_copy(waiting.wait):
-        waiting.heartbeat = entry.send_heartbeat
-        manifest = entry.manifest()
-        if manifest is None or entry.find_damaged(manifest, waiting.stopped):
+    with entry.locked(waiting, resources) as (manifest, damaged):
+        if manifest is None or damaged:
             images = store.entry(version).manifest()
-            _, shortage = store.make_room(3 * size * size * len(images.files) if images else 0, 0)
+            shortage = store.make_room(3 * size * size * len(images.files) if images else 0, 0)
             if shortage:
                 raise TorchrelayError(f"{shortage}: use --pack off, or --stage-dir with a larger disk")
             _make_packed(entry, folder, size, waiting)
@@ -273,12 +262,11 @@ def _make_packed(entry: CacheEntry, folder: Path, size: int, waiting: Cancellabl
     # Write beside the damaged data, which another job may have mapped into its memory.
     new, old = entry.path / "new", entry.path / f".{time.time_ns()}.old"
     command = [sys.executable, "-u", "-P", "-m", "training.pack", str(folder), str(new), f"--size={size}"]
-    began = time.monotonic()
 
     def progress() -> CopyProgress:
         # Count the written blocks of 512 bytes: the files are sparse, so their sizes do not show the progress.
         done = sum(512 * path.stat().st_blocks for path in entry.path.glob(".*/*.npy") if path.exists())
-        return CopyProgress(activity="packing", bytes_done=done, seconds=time.monotonic() - began)
+        return CopyProgress(activity="packing", bytes_done=done)
 
     # The packer has its own session, so that a terminal's Ctrl-C reaches only the agent; Slurm's signals reach both.
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True) as packer:

@@ -16,7 +16,7 @@ from typing import Any, Self
 from hpc.base.transport import Connection, DecodeError, Limits, Server, connect
 from jobs.staging.coordination import Address
 from jobs.staging.source import SourceListing
-from jobs.staging.store import checksum
+from jobs.staging.store import CopiedFile, checksum
 
 # An owner that has not read a batch yet answers `waiting` every 5 s. After 60 s in which the owner read nothing, the
 # client gives up on it.
@@ -37,11 +37,14 @@ class PeerError(Exception):
 class ChunkStore:
     """The batches of one data set that this node has, and sends to peers."""
 
-    def __init__(self, listing: SourceListing, data: Path) -> None:
+    def __init__(self, listing: SourceListing, data: Path, files: Sequence[CopiedFile] = ()) -> None:
+        """Serve the batches of `files`, which are the files of a complete copy, or those that `put` adds."""
         self.listing = listing
         # Keep the directory open, because it is renamed when the copy is complete.
         self._directory = os.open(data, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._checksums: dict[int, tuple[str, ...]] = {}
+        checksums = [iter(file.checksums) for file in files]
+        batches = enumerate(listing.batches if files else ())
+        self._checksums = {number: tuple(next(checksums[chunk.file]) for chunk in batch) for number, batch in batches}
         self._changed = threading.Condition()
         self._failed: str | None = None
         self.batches_read = 0
@@ -60,18 +63,24 @@ class ChunkStore:
             self._failed = reason
             self._changed.notify_all()
 
-    def get(self, number: int) -> tuple[str, ...] | None:
-        """Wait up to 5 s for a batch, and return its chunks' checksums; None if it has not come yet.
-
-        Raises PeerError if the batch will never come.
-        """
+    def answer(self, number: int) -> dict[str, Any]:
+        """Wait up to 5 s for a batch, and return the answer to a peer that has asked for it."""
         with self._changed:
             self._changed.wait_for(lambda: number in self._checksums or self._failed, _WAITING_SECONDS)
             if number in self._checksums:
-                return self._checksums[number]
-            if self._failed:
-                raise PeerError(self._failed)
-            return None
+                return {"checksums": self._checksums[number]}
+            return {"failed": self._failed} if self._failed else {"waiting": self.batches_read}
+
+    def copied_files(self) -> tuple[CopiedFile, ...]:
+        """Return the files for the manifest, once all batches have come."""
+        by_file: list[list[str]] = [[] for _ in self.listing.files]
+        for number, batch in enumerate(self.listing.batches):
+            for chunk, digest in zip(batch, self._checksums[number], strict=True):
+                by_file[chunk.file].append(digest)
+        return tuple(
+            CopiedFile(file.name, file.size, self.listing.batch_bytes, tuple(checksums))
+            for file, checksums in zip(self.listing.files, by_file, strict=True)
+        )
 
     def send(self, number: int, connection: socket.socket) -> None:
         """Send the bytes of a batch that this node has."""
@@ -117,24 +126,13 @@ class PeerServer:
                     connection.send({"bytes": len(content), "checksum": checksum(content)})
                     connection.send_bytes(content)
                 case {"version": str(version), "batch": int(number)}:
-                    self._send_batch(self.chunk_stores.get(version), number, connection)
+                    store = self.chunk_stores.get(version)
+                    answer = store.answer(number) if store else {"failed": "it has no copy"}
+                    connection.send(answer)
+                    if store and "checksums" in answer:
+                        store.send(number, connection.socket)
                 case request:
                     raise _unexpected(request)
-
-    def _send_batch(self, store: ChunkStore | None, number: int, connection: Connection) -> None:
-        if store is None:
-            connection.send({"failed": "it has no copy"})
-            return
-        try:
-            checksums = store.get(number)
-        except PeerError as error:
-            connection.send({"failed": str(error)})
-            return
-        if checksums is None:
-            connection.send({"waiting": store.batches_read})
-        else:
-            connection.send({"checksums": checksums})
-            store.send(number, connection.socket)
 
 
 class Peer:

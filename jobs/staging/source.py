@@ -24,19 +24,10 @@ from jobs.staging.copy_progress import stop_if
 
 # Enough threads to keep a parallel file system busy. One thread is enough for a local file system.
 _LISTING_THREADS = 8
-_POLL_SECONDS = 0.2
 _LONGEST_NAME, _RECORDS_PER_LINE = 200, 1000
 # A batch is many small files or a part of a large one. A small data set has at least 64 batches if possible, so that
 # every node has some to read.
 _LARGEST_BATCH, _SMALLEST_BATCH, _BATCHES = 16 * 2**20, 2**20, 64
-
-
-def absolute(path: Path) -> Path:
-    """Return the absolute path of a source, because a data set with two paths would be copied twice.
-
-    Symlinks such as `datasets/current` are not resolved.
-    """
-    return Path(os.path.abspath(path))  # noqa: PTH100 - pathlib leaves `..` in
 
 
 class SourceFile(NamedTuple):
@@ -164,9 +155,8 @@ class SourceWalk:
         self._source = source
         self._files: dict[str, list[SourceFile]] = {}
         """Files by directory relative to the source, whose own key is empty."""
-        self._queue: queue.Queue[_Directory] = queue.Queue()
+        self._queue: queue.Queue[_Directory | None] = queue.Queue()
         self._errors = list[BaseException]()
-        self._ended = threading.Event()
         self.cancelled = threading.Event()
         """An event to set to end the walk."""
         self.found = 0
@@ -200,28 +190,24 @@ class SourceWalk:
         self._queue.put(_Directory("", ()))
         for _ in range(_LISTING_THREADS):
             threading.Thread(target=self._work, daemon=True, name="stage-list").start()
-        done = self._queue.all_tasks_done
-        try:
-            while self._queue.unfinished_tasks and not self._errors:
-                stop_if(self.cancelled.is_set())
-                with done:
-                    done.wait_for(lambda: not self._queue.unfinished_tasks, _POLL_SECONDS)
-        finally:
-            self._ended.set()
+        self._queue.join()
+        for _ in range(_LISTING_THREADS):
+            self._queue.put(None)
+        stop_if(self.cancelled.is_set())
         if self._errors:
             raise self._errors[0]
 
     def _work(self) -> None:
-        while not self._ended.is_set():
+        while (directory := self._queue.get()) is not None:
             try:
-                directory = self._queue.get(timeout=_POLL_SECONDS)
-            except queue.Empty:
-                continue
-            try:
-                self._list(directory)
+                if not self._is_over():
+                    self._list(directory)
             except BaseException as error:  # noqa: BLE001 - `run` raises it again
                 self._errors.append(error)
             self._queue.task_done()
+
+    def _is_over(self) -> bool:
+        return self.cancelled.is_set() or bool(self._errors)
 
     def _list(self, directory: _Directory) -> None:
         path = self._source / directory.name
@@ -233,7 +219,7 @@ class SourceWalk:
         files = list[SourceFile]()
         with os.scandir(path) as entries:
             for entry in entries:
-                if self._ended.is_set():
+                if self._is_over():
                     break
                 self.found += 1
                 name = os.path.join(directory.name, entry.name)  # noqa: PTH118 - a million of them

@@ -14,12 +14,13 @@ from typing import Self
 
 from hpc.base.errors import BadNodeError, TorchrelayError
 from hpc.base.files import DISK_FULL
+from hpc.base.kernel import NETWORK_BACKED, RAM_BACKED, file_system_type
 from hpc.run.nodedir import NoLocksError
 from jobs.staging.coordination import Address, CacheStatus, StagingGroup
-from jobs.staging.copy import Copy, CopyStats, checksums_by_batch, copied_files
+from jobs.staging.copy import Copy, CopyStats
 from jobs.staging.copy_progress import CancellableWait, CopyProgress, NoProgressError, Watch
 from jobs.staging.peers import ChunkStore, Peer, PeerError, PeerServer
-from jobs.staging.source import SourceListing, SourceWalk, absolute, check_unchanged
+from jobs.staging.source import SourceListing, SourceWalk, check_unchanged
 from jobs.staging.store import (
     CacheEntry,
     CopiedFile,
@@ -27,7 +28,6 @@ from jobs.staging.store import (
     StalledError,
     available_bytes,
     boot_id,
-    is_memory,
     open_store,
 )  # fmt: skip
 from jobs.staging.unpack_archive import unpack
@@ -56,12 +56,10 @@ class Staged:
     """Why this node read data from shared storage that a peer should have sent; None if it did not."""
     repaired: int = 0
     """Number of damaged files in the copy that this one replaces."""
-    evicted: tuple[str, ...] = ()
-    """Names of the copies that were deleted to make room."""
     in_memory: bool = False
     """Whether the copy is RAM-backed."""
     shared: str | None = None
-    """Why the copy seems not to be on a disk of this node; None if it seems to be on one."""
+    """Why the copy is not on a disk of this node; None if it is on one."""
 
 
 class NoRoomError(TorchrelayError):
@@ -87,14 +85,10 @@ class Stager:
         keep_seconds: float = float("inf"),
         timeout_seconds: float = float("inf"),
     ) -> None:
-        """Prepare a staging.
+        """Prepare a staging to a directory on this node's disk, by default without other nodes.
 
-        Args:
-            stage_dir: a directory on this node's disk.
-            group: the nodes of the job; by default only this node.
-            watch: receives the progress several times a second, and returns whether to stop.
-            keep_seconds: copies that were unused for this long are deleted; with 0, closing also deletes this copy.
-            timeout_seconds: the longest time that reading the source may take without progress.
+        Copies that were unused for `keep_seconds` are deleted; with 0, closing also deletes this copy.
+        `timeout_seconds` is the longest time that reading the source may take without progress.
         """
         self._stage_dir, self._keep_seconds = stage_dir, keep_seconds
         self._group, self._wait = group or StagingGroup(), CancellableWait(watch, timeout_seconds)
@@ -102,9 +96,7 @@ class Stager:
         self._held = ExitStack()
         self._server: PeerServer | None = None
         self._archive: Path | None = None
-        self._shared: str | None = None
         self._notes = list[str]()
-        self._evicted = list[str]()
 
     def __enter__(self) -> Self:
         return self
@@ -126,26 +118,25 @@ class Stager:
             TorchrelayError: the source cannot be read, or the cache directory is not safe to use.
         """
         began = time.monotonic()
-        if self._group.secret:
+        if self._group.has_peers:
             self._server = PeerServer(self._group.secret, self._group.ports)
             self._held.callback(self._server.close)
         try:
-            staged = self._list_and_copy(absolute(source))
+            # A data set with two paths would be copied twice. Symlinks such as `datasets/current` are not resolved.
+            staged = self._list_and_copy(Path(os.path.abspath(source)))  # noqa: PTH100 - pathlib leaves `..` in
         except NoProgressError:
             raise BadNodeError(
                 f"{os.uname().nodename} has got nothing of {source} for {self._timeout_seconds:.0f} s: that mount "
                 f"or the disk of {self._stage_dir} hangs there; leave the node out with --exclude, or wait longer with "
                 "--stage-timeout"
             ) from None
-        # Ask again, because another node that shares the directory may have begun at the same moment.
-        shared = None if staged.in_place else self._shared or open_store(self._stage_dir).why_shared()
+        kind = None if staged.in_place else file_system_type(self._stage_dir)
         return replace(
             staged,
             seconds=time.monotonic() - began,
             fallback="; ".join(self._notes) or None,
-            evicted=tuple(self._evicted),
-            in_memory=is_memory(self._stage_dir) and staged.in_place is None,
-            shared=shared,
+            in_memory=kind in RAM_BACKED,
+            shared=f"it is on {kind}, a network file system" if kind in NETWORK_BACKED else None,
         )
 
     @property
@@ -209,25 +200,23 @@ class Stager:
 
     def _find_or_copy(self, listing: SourceListing) -> Staged:
         store = open_store(self._stage_dir)
-        self._shared = store.why_shared()
         if not self._keep_seconds:
             self._held.callback(store.delete_unused, 0)
         entry = store.entry(listing.version)
         in_use = self._held.enter_context(ExitStack())
-        with entry.locked_for_copy(self._wait_for_other_job):
-            self._wait.heartbeat = entry.send_heartbeat
-            in_use.callback(os.close, self._lock_for_use(entry))
-            manifest = entry.manifest()
-            damaged = entry.find_damaged(manifest, self._wait.stopped) if manifest else []
-            if manifest is None or damaged:
+        with entry.locked(self._wait, in_use, self._wait_for_other_job) as (manifest, damaged):
+            if manifest and not damaged:
+                # Peers that need an archive cannot use its unpacked copy.
+                if not listing.is_archive:
+                    self._serve(ChunkStore(listing, entry.data, manifest.files))
+                self._group.report(CacheStatus.COMPLETE, 0 if listing.is_archive else self._port)
+                staged = Staged(path=entry.data, reused=True)
+            else:
                 in_use.close()
                 # A damaged copy must not take the space of the new one, but stays if another job reads it.
                 self._wait.run_in_thread(entry.delete)
-                in_use.callback(os.close, self._lock_for_use(entry))
+                entry.lock_for_use(self._wait, in_use)
                 staged = self._make(entry, listing, len(damaged))
-            else:
-                self._serve_copy(entry, listing, manifest.files)
-                staged = Staged(path=entry.data, reused=True)
             if staged.in_place is None:
                 entry.mark_used()
                 in_use.callback(entry.mark_used)
@@ -238,25 +227,10 @@ class Stager:
         self._group.report(CacheStatus.WAITING, 0)
         self._wait.wait()
 
-    def _lock_for_use(self, entry: CacheEntry) -> int:
-        while (descriptor := entry.lock_for_use()) is None:
-            self._wait.wait()
-        return descriptor
-
-    def _serve_copy(self, entry: CacheEntry, listing: SourceListing, files: tuple[CopiedFile, ...]) -> None:
-        """Serve an intact copy to peers.
-
-        The copy of an archive is not served: its peers need the archive, which this node no longer has.
-        """
-        if self._server is None or listing.is_archive:
-            self._group.report(CacheStatus.COMPLETE, 0)
-            return
-        chunks = ChunkStore(listing, entry.data)
+    def _serve(self, chunks: ChunkStore) -> None:
         self._held.callback(chunks.close)
-        for number, checksums in checksums_by_batch(listing, files).items():
-            chunks.put(number, checksums)
-        self._server.chunk_stores[listing.version] = chunks
-        self._group.report(CacheStatus.COMPLETE, self._server.port)
+        if self._server:
+            self._server.chunk_stores[chunks.listing.version] = chunks
 
     def _make(self, entry: CacheEntry, listing: SourceListing, num_damaged: int) -> Staged:
         # Run it in a thread, because deleting a million files takes minutes.
@@ -287,13 +261,11 @@ class Stager:
     def _make_room(self, entry: CacheEntry, listing: SourceListing) -> str | None:
         """Delete unneeded copies. Returns why the new copy does not fit even then; None if it fits."""
         entry.store.remove_partials(entry.name)
-        self._evicted += entry.store.delete_unused(self._keep_seconds)
+        entry.store.delete_unused(self._keep_seconds)
         size, files = listing.size, len(listing.files)
         if listing.is_archive:
             size = int(size * (_UNPACKED_FACTOR + self._group.has_peers))
-        evicted, shortage = entry.store.make_room(size, files)
-        self._evicted += evicted
-        return shortage
+        return entry.store.make_room(size, files)
 
     def _fill(
         self, entry: CacheEntry, target: Path, listing: SourceListing
@@ -310,13 +282,11 @@ class Stager:
 
     def _copy(self, target: Path, listing: SourceListing) -> tuple[CopyStats, tuple[CopiedFile, ...]]:
         chunks = ChunkStore(listing, target)
-        self._held.callback(chunks.close)
-        if self._server:
-            self._server.chunk_stores[listing.version] = chunks
+        self._serve(chunks)
         self._group.report(CacheStatus.MISSING, self._port)
         copy = Copy(listing, target, chunks)
         copy.run(self._wait_for_owners(), (self._group.host, self._port), self._group.secret, self._wait.update)
-        return copy.stats, copied_files(listing, copy.checksums)
+        return copy.stats, chunks.copied_files()
 
     def _wait_for_owners(self) -> tuple[Address, ...]:
         """Return the owners of the batches; none if the first node does not name them in time."""
@@ -331,7 +301,7 @@ class Stager:
 
     def _unpack(self, archive: Path, target: Path, listing: SourceListing) -> tuple[CopiedFile, ...]:
         """Unpack an archive: the source itself, or a copy of it."""
-        began, cancel, bytes_done = time.monotonic(), threading.Event(), 0
+        cancel, bytes_done = threading.Event(), 0
 
         def update(count: int) -> bool:
             nonlocal bytes_done
@@ -346,11 +316,7 @@ class Stager:
                     [file] = listing.files
                     check_unchanged(str(archive), archive.stat(), (file.size, file.modified_ns))
 
-        return self._wait.run_in_thread(
-            work,
-            lambda: CopyProgress(activity="unpacking", bytes_done=bytes_done, seconds=time.monotonic() - began),
-            cancel,
-        )
+        return self._wait.run_in_thread(work, lambda: CopyProgress(activity="unpacking", bytes_done=bytes_done), cancel)
 
     def _keep_archive_for_peers(self) -> None:
         """Wait, at most a minute, until no peer fetches the copy of an archive any more, and delete it."""

@@ -4,7 +4,6 @@
     NAME-FINGERPRINT/manifest    its files with sizes and checksums
     locks/NAME-FINGERPRINT.use   shared by the readers of the copy, exclusive for its deletion
     locks/NAME-FINGERPRINT.copy  exclusive for making the copy
-    locks/node                   the name of the node that was the last to use this cache
     .NAME-FINGERPRINT.ID.partial an unfinished copy; renamed when it is complete
 
 All locks are the kernel's (flock), which releases the locks of a killed process.
@@ -16,7 +15,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -25,9 +24,9 @@ import xxhash
 
 from hpc.base.errors import TorchrelayError
 from hpc.base.files import fsync_directory, remove_abandoned, write_atomic
-from hpc.base.kernel import NETWORK_BACKED, RAM_BACKED, file_system_type
+from hpc.base.kernel import RAM_BACKED, file_system_type
 from hpc.run.nodedir import open_lock, private_directory, try_lock
-from jobs.staging.copy_progress import stop_if
+from jobs.staging.copy_progress import CancellableWait, stop_if
 from jobs.staging.source import pack_records, unpack_records
 
 # A copying process sends a heartbeat every few seconds. After this long without one it is suspended, or its storage
@@ -235,13 +234,26 @@ class CacheEntry:
         except OSError:
             return True  # the file is missing, or the disk has a read error
 
-    def lock_for_use(self) -> int | None:
-        """Prevent the copy's deletion until the returned descriptor is closed. Returns None if it is being deleted."""
+    def lock_for_use(self, waiting: CancellableWait, in_use: ExitStack) -> None:
+        """Prevent the copy's deletion until `in_use` is closed. Waits while another process deletes it."""
         descriptor = open_lock(self._use_lock)
-        if not try_lock(descriptor, shared=True):
-            os.close(descriptor)
-            return None
-        return descriptor
+        in_use.callback(os.close, descriptor)
+        while not try_lock(descriptor, shared=True):
+            waiting.wait()
+
+    @contextmanager
+    def locked(
+        self, waiting: CancellableWait, in_use: ExitStack, wait_for_maker: Callable[[], None] | None = None
+    ) -> Iterator[tuple[Manifest | None, list[str]]]:
+        """Hold both locks: against deletion until `in_use` is closed, against other makers of the copy in the block.
+
+        Yields the copy's manifest, None if there is none, and the names of its damaged files.
+        """
+        with self.locked_for_copy(wait_for_maker or waiting.wait):
+            waiting.heartbeat = self.send_heartbeat
+            self.lock_for_use(waiting, in_use)
+            manifest = self.manifest()
+            yield manifest, self.find_damaged(manifest, waiting.stopped) if manifest else []
 
     @contextmanager
     def locked_for_copy(self, wait: Callable[[], None]) -> Iterator[None]:
@@ -330,17 +342,6 @@ class CacheStore:
         """Directory of the lock files. If one were deleted, two processes could lock two files of the same name."""
         return self.root / "locks"
 
-    def why_shared(self) -> str | None:
-        """Return why the cache seems not to be on this node's own disk, or None. Records this node's name in it."""
-        own, last = os.uname().nodename, self.locks / "node"
-        before = last.read_text().strip() if last.exists() else own
-        with contextlib.suppress(OSError):  # the disk may be full
-            write_atomic(last, f"{own}\n", mode=0o600)
-        if before != own:
-            return f"{before} uses it too"
-        kind = file_system_type(self.root)
-        return f"it is on {kind}, a network file system" if kind in NETWORK_BACKED else None
-
     def entry(self, name: str) -> CacheEntry:
         """Return the entry of a copy, which need not exist."""
         return CacheEntry(store=self, name=name)
@@ -361,37 +362,35 @@ class CacheStore:
 
         remove_abandoned(self.root, ".*.partial", is_abandoned)
 
-    def delete_unused(self, keep_seconds: float) -> list[str]:
-        """Delete the copies that were not used for `keep_seconds`. Returns their names."""
-        old = [entry for entry in self.entries() if time.time() - entry.used_at > keep_seconds]
-        return [entry.name for entry in old if entry.delete()]
+    def delete_unused(self, keep_seconds: float) -> None:
+        """Delete the copies that were not used for `keep_seconds`."""
+        for entry in self.entries():
+            if time.time() - entry.used_at > keep_seconds:
+                entry.delete()
 
-    def make_room(self, size: int, files: int) -> tuple[list[str], str | None]:
+    def make_room(self, size: int, files: int) -> str | None:
         """Delete copies, least recently used first, if that makes room for `files` files with `size` bytes in total.
 
-        Returns:
-            Names of the deleted copies, and why the new copy does not fit even then; None if it fits.
+        Returns why the new copy does not fit even then; None if it fits.
         """
 
         def missing_bytes() -> int:
             return bytes_on_disk(size, files) - available_bytes(self.root)
 
-        deleted = list[str]()
         unused = [entry.manifest() for entry in self.entries() if not entry.in_use()] if missing_bytes() > 0 else []
         if 0 < missing_bytes() <= sum(manifest.size for manifest in unused if manifest):
             for entry in self.entries():
                 if missing_bytes() <= 0:
                     break
-                if entry.delete():
-                    deleted.append(entry.name)
+                entry.delete()
         inodes, needed, available = os.statvfs(self.root), bytes_on_disk(size, files), available_bytes(self.root)
         if inodes.f_files and files > inodes.f_favail:
-            return deleted, f"{self.root} has {inodes.f_favail} free inodes, but the data set has {files} files"
+            return f"{self.root} has {inodes.f_favail} free inodes, but the data set has {files} files"
         if needed <= available:
-            return deleted, None
+            return None
         kind = " (RAM-backed)" if is_memory(self.root) else ""
         megabytes = f"{available // 2**20} MB available, but the data need {needed // 2**20} MB"
-        return deleted, f"{self.root}{kind} has {megabytes}"
+        return f"{self.root}{kind} has {megabytes}"
 
 
 def open_store(stage_dir: Path) -> CacheStore:

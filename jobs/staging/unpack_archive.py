@@ -29,13 +29,10 @@ _LATEST_TIME = 2**33
 
 
 def unpack(archive: Path, target: Path, available: int, update: Callable[[int], bool]) -> tuple[CopiedFile, ...]:
-    """Unpack an archive into a directory. Returns the entries of its files for the manifest.
+    """Unpack an archive into an empty directory. Returns the entries of its files for the manifest.
 
-    Args:
-        archive: path with a name that ends with one of `hpc.sources.archive.ARCHIVES`.
-        target: an empty directory to which no other user can write.
-        available: bytes that the unpacked files may take on the disk.
-        update: receives the number of bytes unpacked so far, and returns whether to stop.
+    The files may take `available` bytes on the disk. `update` receives the number of bytes unpacked so far, and returns
+    whether to stop.
 
     Raises:
         StagingStopped: `update` returned true.

@@ -63,20 +63,16 @@ def _copy(staging: NodeStaging, archive: Path) -> str:
     copy = staging.stage(archive).path
     described = EnvironmentDescription.load(copy)
     for name, target in described.links.items():
-        make_link(copy / inside_name(name), target)
+        link = copy / inside_name(name)
+        link.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):  # another job has made it
+            link.symlink_to(target)
     python = copy / inside_name(described.python)
     if not python.exists():
         raise TorchrelayError(f"{python} leads to {os.path.realpath(python)}, which is not on this node")
     expected = [str(copy), str(copy / inside_name(described.torch)), described.torch_version]
     _import_torch(staging.watch(archive), str(python), expected)
     return str(python)
-
-
-def make_link(path: Path, target: str) -> None:
-    """Make a link, unless another job has made it."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-        path.symlink_to(target)
 
 
 def _import_torch(watch: Watch, python: str, expected: list[str]) -> None:

@@ -210,7 +210,6 @@ class DataStaged(Event, frozen=True, kw_only=True, tag="staged"):
     bytes_from_peers: int = 0
     fallback: str | None = None
     repaired: Int = 0
-    evicted: tuple[str, ...] = ()
     in_memory: bool = False
     shared: str | None = None
 

@@ -8,17 +8,16 @@ import contextlib
 import io
 import json
 import os
+import sys
 import tarfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import uuid
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO
 
 from hpc.base.errors import TorchrelayError, UserError
 from hpc.base.files import fsync_directory, remove_abandoned
-from hpc.base.kernel import is_alive, start_time
 from hpc.commands import cli
 from hpc.run.events.resumption import current_spec
 from hpc.run.ownership import user_name
@@ -28,7 +27,7 @@ from hpc.sources.zstd import CompressionParameter, ZstdFile
 DIRECTORY = ".environments"
 _BUFFER_BYTES = 2**20
 _KEEP_SECONDS = 7 * 86400
-# A packing process writes all the time. If a file of another host is older than this, its writer is dead.
+# A packing process writes all the time. If its file is older than this, the process is dead.
 _ABANDONED_SECONDS = 3600
 _LONGEST_SCRIPT = 2**20
 # For the shell, the second line is a no-op; for Python, it starts a string that ends in the fourth line.
@@ -38,19 +37,11 @@ exec "${0%/*}/python" "$0" "$@"
 '''
 """
 
-Progress = Callable[[int], object]
-"""Receives the number of bytes packed since the last call."""
-Watch = Callable[[int], AbstractContextManager[Progress]]
-"""Opens a display of the progress. Receives the total number of bytes."""
 
+def find_or_make(environment: PythonEnvironment, runs_dir: Path) -> Path:
+    """Return the archive of an environment in the runs directory. If there is none, pack the environment.
 
-def find_or_make(environment: PythonEnvironment, runs_dir: Path, watch: Watch | None = None) -> Path:
-    """Return the archive of an environment. If there is none, pack the environment.
-
-    Args:
-        environment: the environment to pack.
-        runs_dir: the runs directory, which has the archives. Archives that its unfinished runs need are kept.
-        watch: displays the progress of packing; None displays nothing.
+    Archives that were unused for a week and that no unfinished run needs are deleted.
 
     Raises:
         UserError: the directory of the archives cannot be made, or another user can write to it.
@@ -74,8 +65,8 @@ def find_or_make(environment: PythonEnvironment, runs_dir: Path, watch: Watch | 
         archive = directory / f"{environment.fingerprint}.tar.zst"
         if not _mark_used(archive):
             size = sum(member.size for member in environment.members)
-            with watch(size) if watch else nullcontext(lambda _: None) as progress:
-                _make(environment, archive, progress)
+            print(f"hpc submit: packing {environment.prefix} ({size / 1e9:.1f} GB)", file=sys.stderr)
+            _make(environment, archive)
             _mark_used(archive)
     except (OSError, tarfile.TarError) as error:
         raise TorchrelayError(
@@ -98,14 +89,13 @@ def _mark_used(archive: Path) -> bool:
     return True
 
 
-def _make(environment: PythonEnvironment, archive: Path, progress: Progress) -> None:
+def _make(environment: PythonEnvironment, archive: Path) -> None:
     """Pack under a temporary name, then link to the final name. If another process was faster, its archive stays."""
-    pid = os.getpid()
-    temporary = archive.with_name(f".{archive.name}.{_host()}.{pid}.{start_time(pid)}.tmp")
+    temporary = archive.with_name(f".{archive.name}.{uuid.uuid4().hex}.tmp")
     try:
         with temporary.open("xb") as file:
             temporary.chmod(0o600)
-            _pack(environment, file, progress)
+            _pack(environment, file)
             file.flush()
             os.fsync(file.fileno())
         if replace(environment).fingerprint != environment.fingerprint:
@@ -118,7 +108,7 @@ def _make(environment: PythonEnvironment, archive: Path, progress: Progress) -> 
     fsync_directory(archive.parent)
 
 
-def _pack(environment: PythonEnvironment, file: IO[bytes], progress: Progress) -> None:
+def _pack(environment: PythonEnvironment, file: IO[bytes]) -> None:
     links = {member.name: member.target for member in environment.members if member.target and member.target[0] == "/"}
     described = EnvironmentDescription(
         python=environment.python, torch=environment.torch, torch_version=environment.torch_version, links=links
@@ -146,7 +136,6 @@ def _pack(environment: PythonEnvironment, file: IO[bytes], progress: Progress) -
                     tar.addfile(_tar_info(member._replace(size=len(script))), io.BytesIO(script))
                 else:
                     tar.addfile(_tar_info(member), content)
-            progress(member.size)
 
 
 def _tar_info(member: PackedFileEntry) -> tarfile.TarInfo:
@@ -171,15 +160,7 @@ def portable_script(script: bytes, prefix: Path) -> bytes:
 
 
 def _is_abandoned(temporary: Path) -> bool:
-    """Return whether the writer of a temporary file is dead; for a writer on another host, whether the file is old."""
-    _, host, pid, started, _ = temporary.name.rsplit(".", 4)
-    if host == _host():
-        return not is_alive(pid, int(started))
     return time.time() - temporary.stat().st_mtime > _ABANDONED_SECONDS
-
-
-def _host() -> str:
-    return os.uname().nodename.replace(".", "-")
 
 
 def _delete_unused(current: Path, runs_dir: Path) -> None:
@@ -192,15 +173,3 @@ def _delete_unused(current: Path, runs_dir: Path) -> None:
     for archive in old:
         if archive.name not in needed:
             archive.unlink(missing_ok=True)
-
-
-@contextmanager
-def show_progress(size: int) -> Iterator[Progress]:
-    """Show a progress bar on stderr for this number of bytes; yields the function that advances it."""
-    from rich import progress  # noqa: PLC0415
-    from rich.console import Console  # noqa: PLC0415 - a submission that packs nothing need not load it
-
-    columns = (progress.BarColumn(), progress.DownloadColumn(), progress.TimeRemainingColumn())
-    with progress.Progress("{task.description}", *columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("packing the environment", total=size)
-        yield lambda count: bar.advance(task, count)

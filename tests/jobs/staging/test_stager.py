@@ -101,16 +101,6 @@ def test_process_that_stalls_with_the_copy_is_not_waited_for(
     assert "has stalled" in str(staged.in_place)
 
 
-def test_copy_without_a_manifest_may_be_read_while_it_is_made_again(source: Path, local: Path) -> None:
-    with Stager(local) as user:
-        copy = user.stage(source).path
-        (copy.parent / "manifest").unlink()
-        with (copy / "large").open("rb") as reader:
-            assert not stage(source, local).reused
-            assert reader.read() == (source / "large").read_bytes()
-        assert contents(copy) == contents(source)
-
-
 def test_damaged_copy_gives_its_room_to_the_new_one(tmp_path: Path, small_disk: Path) -> None:
     source = tmp_path / "much"
     source.mkdir()
@@ -150,15 +140,6 @@ def test_special_files_are_refused(source: Path, local: Path) -> None:
     (source / "gone").symlink_to("nowhere")
     with pytest.raises(TorchrelayError, match=r"gone cannot be listed \(No such file or directory\)"):
         stage(source, local)
-
-
-def test_changed_source_is_another_copy(source: Path, local: Path) -> None:
-    first = stage(source, local)
-    (source / "train" / "b").write_bytes(b"new")
-    second = stage(source, local)
-    assert not second.reused
-    assert contents(second.path) == contents(source)
-    assert second.path != first.path
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "without a manifest"])
@@ -253,19 +234,6 @@ def test_stop_in_the_middle_of_listing_and_of_verifying(source: Path, local: Pat
     assert not entry.in_use()
 
 
-def test_stop_while_another_process_copies(source: Path, local: Path, store: CacheStore) -> None:
-    entry = store.entry(stage(source, local).path.parent.name)
-    waited = 0
-
-    def soon(_: CopyProgress | None) -> bool:
-        nonlocal waited
-        waited += 1
-        return waited > 5
-
-    with entry.locked_for_copy(pytest.fail), pytest.raises(StagingStopped):
-        stage_watched(source, local, soon)
-
-
 def test_disk_that_fills_up_on_the_way_means_reading_in_place(source: Path, small_disk: Path) -> None:
     def fill() -> bool:
         done = subprocess.run(["cp", "/dev/zero", str(small_disk / "filler")], capture_output=True, check=False)
@@ -292,7 +260,6 @@ def test_data_that_do_not_fit_are_read_in_place(tmp_path: Path, source: Path, sm
     staged = stage(large, small_disk)
     assert staged.path == large
     assert "(RAM-backed) has" in str(staged.in_place)
-    assert staged.evicted == ()
     assert contents(kept.path) == contents(source), "nothing is deleted where it would not help"
 
 
@@ -309,8 +276,7 @@ def test_least_recently_used_copies_make_room_but_none_in_use(tmp_path: Path, sm
         second = stage(sources["second"], small_disk)
         third = stage(sources["third"], small_disk)
         assert stage(sources["second"], small_disk).reused
-        fourth = stage(sources["fourth"], small_disk)
-        assert [name.split("-")[0] for name in fourth.evicted] == ["third"]
+        stage(sources["fourth"], small_disk)
         assert [path.exists() for path in (used.path, second.path, third.path)] == [True, True, False]
 
 
@@ -374,7 +340,7 @@ def test_source_that_vanishes_is_retried_and_then_named(
     hidden.rename(source / "large")
 
     def bring_back(progress: CopyProgress | None) -> bool:
-        if progress is not None and progress.seconds > 0.1 and hidden.exists():
+        if hidden.exists() and progress is not None and time.time() - hidden.stat().st_ctime > 0.1:
             hidden.rename(source / "large")
         return False
 
@@ -411,12 +377,6 @@ def test_killed_copy_leaves_nothing_that_is_trusted(source: Path, local: Path) -
     assert leftovers(local) == []
 
 
-def test_several_processes_copy_once(source: Path, local: Path) -> None:
-    copiers = [start(source, local, die=False) for _ in range(3)]
-    reused = sorted(copier.communicate(timeout=60)[0].strip() for copier in copiers)
-    assert reused == ["False", "True", "True"]
-
-
 @pytest.mark.parametrize("trap", ["symlink", "open", "file"])
 def test_directory_that_others_could_use_is_refused(source: Path, local: Path, tmp_path: Path, trap: str) -> None:
     root = local / f"torchrelay-{os.getuid()}"
@@ -431,14 +391,14 @@ def test_directory_that_others_could_use_is_refused(source: Path, local: Path, t
         stage(source, local)
 
 
-@pytest.mark.parametrize("trap", ["directory", "symlink", "file"])
+@pytest.mark.parametrize("trap", ["directory", "symlink"])
 def test_names_that_another_user_has_taken_are_passed_over(
     source: Path, local: Path, tmp_path: Path, trap: str
 ) -> None:
     need("chown")
     taken = [local / f"torchrelay-{os.getuid()}{more}" for more in ("", "-1", "-2")]
     for path in taken:
-        {"directory": Path.mkdir, "symlink": lambda at: at.symlink_to(tmp_path), "file": Path.touch}[trap](path)
+        path.mkdir() if trap == "directory" else path.symlink_to(tmp_path)
         os.chown(path, 65534, 65534, follow_symlinks=False)
     own = local / f"torchrelay-{os.getuid()}-3"
     staged = stage(source, local)
@@ -449,32 +409,14 @@ def test_names_that_another_user_has_taken_are_passed_over(
     assert stage(source, local).reused
 
 
-@pytest.mark.parametrize("trap", ["on the way", "link on the way"])
-def test_directory_of_another_user_is_refused_with_the_owners_name(
-    source: Path, local: Path, tmp_path: Path, trap: str
-) -> None:
+def test_directory_behind_the_link_of_another_user_is_refused(source: Path, local: Path, tmp_path: Path) -> None:
     need("chown")
-    nobody, way = pwd.getpwnam("nobody"), local
-    if trap == "on the way":
-        os.chown(local, nobody.pw_uid, nobody.pw_gid)
-    else:
-        way = tmp_path / "way"
-        way.symlink_to(local)
-        os.chown(way, nobody.pw_uid, nobody.pw_gid, follow_symlinks=False)
+    nobody, way = pwd.getpwnam("nobody"), tmp_path / "way"
+    way.symlink_to(local)
+    os.chown(way, nobody.pw_uid, nobody.pw_gid, follow_symlinks=False)
     with pytest.raises(TorchrelayError, match=r"belongs to nobody.*another --stage-dir"):
         stage(source, way)
     assert contents(local) == {}
-
-
-@pytest.mark.parametrize("mode", [0o777, 0o2770])
-def test_directory_where_others_may_rename_is_refused(source: Path, local: Path, mode: int) -> None:
-    need("chown")
-    os.chown(local, 0, 100)
-    local.chmod(mode)
-    with pytest.raises(TorchrelayError, match=r"other users may rename what is in it.*sticky bit"):
-        stage(source, local)
-    local.chmod(0o1777)
-    assert contents(stage(source, local).path) == contents(source)
 
 
 def test_line_for_the_epilog_deletes_unused_copies(source: Path, local: Path, tmp_path: Path) -> None:

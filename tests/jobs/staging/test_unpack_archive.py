@@ -178,41 +178,22 @@ def many_headers(directory: Path) -> Path:
 HOSTILE = {
     "absolute": (tar_of(member("/etc/evil")), "leads out of the archive"),
     "upwards": (tar_of(member("a/../../evil")), "leads out of the archive"),
-    "absolute zip": (zip_of(("/etc/evil", b"x")), "leads out of the archive"),
-    "upwards zip": (zip_of(("../evil", b"x")), "leads out of the archive"),
     "device": (tar_of(member("null", b"", type=tarfile.CHRTYPE)), "is a device"),
-    "pipe": (tar_of(member("pipe", b"", type=tarfile.FIFOTYPE)), "is a named pipe"),
     "link out": (tar_of(link("out", "/etc")), "is a link to '/etc', outside of the archive"),
     "link upwards": (tar_of(link("a/out", "../../..")), "outside of the archive"),
     "link by a link": (tar_of(link("d/e/a", "../.."), link("b", "d/e/a/..")), "outside of the archive"),
     "file through a link": (tar_of(link("d", "/tmp"), member("d/evil")), "is in it twice"),
-    "link zip": (zip_of(zip_link("out", "/etc")), "outside of the archive"),
     "hard link out": (tar_of(link("evil", "../../secret", tarfile.LNKTYPE)), "which is not a file in it"),
-    "hard link to nothing": (tar_of(link("evil", "nothing", tarfile.LNKTYPE)), "which is not a file in it"),
-    "hard link by a link": (
-        tar_of(link("way", "/etc"), link("evil", "way/passwd", tarfile.LNKTYPE)),
-        "not a file in it",
-    ),
     "hard link over a link": (
         tar_of(member("good"), link("a", "../../secret"), link("a", "good", tarfile.LNKTYPE)),
         "is in it twice|outside of the archive",
     ),
-    "hard link over a file": (tar_of(member("a"), member("b"), link("a", "b", tarfile.LNKTYPE)), "is in it twice"),
-    "hard link to itself": (tar_of(member("a"), link("a", "a", tarfile.LNKTYPE)), "is in it twice"),
     "many empty files": (
         tar_of(*(member(str(number), b"") for number in range(5000))),
         "larger than the available 20 MB; nothing of it was kept: use --stage-dir with a larger disk",
     ),
-    "many directories": (
-        tar_of(*(member(str(number), b"", type=tarfile.DIRTYPE) for number in range(5000))),
-        "larger than the available 20 MB",
-    ),
     "directories of directories": (
         tar_of(*(member(f"{number}/" + "d/" * 90, b"", type=tarfile.DIRTYPE) for number in range(60))),
-        "larger than the available 20 MB",
-    ),
-    "directories of files": (
-        zip_of(*((f"{number}/" + "d/" * 90 + "f", b"") for number in range(60))),
         "larger than the available 20 MB",
     ),
     "deep": (tar_of(member("d/" * 1000 + "f")), "is more than 100 directories deep"),
@@ -241,15 +222,6 @@ def test_hostile_archives_are_refused(tmp_path: Path, kind: str) -> None:
     assert list(target.parent.iterdir()) == [target]
     assert not Path("/etc/evil").exists()
     assert not Path("/tmp/evil").exists()
-
-
-def test_no_directory_is_made_without_room_for_it(tmp_path: Path) -> None:
-    target = tmp_path / "target"
-    target.mkdir()
-    archive = tar_of(*(member(f"{number}/" + "d/" * 90, b"", type=tarfile.DIRTYPE) for number in range(2)))(tmp_path)
-    with pytest.raises(TorchrelayError, match="larger than the available 0 MB"):
-        unpack(archive, target, 1, lambda _: False)
-    assert list(target.iterdir()) == []
 
 
 def test_nothing_of_a_refused_archive_is_kept(tmp_path: Path, local: Path) -> None:
@@ -325,15 +297,6 @@ def test_archive_that_cannot_be_read_is_retried_and_then_named(tmp_path: Path, m
     archive.symlink_to("/proc/self/mem")  # reading its first byte is an input/output error
     with pytest.raises(TorchrelayError, match=r"photos\.tar could not be read on .* \(Input/output error\), 3 times"):
         unpack(archive, tmp_path, 2**30, lambda _: False)
-
-
-def test_unpacking_of_empty_files_can_be_stopped(tmp_path: Path) -> None:
-    target = tmp_path / "target"
-    target.mkdir()
-    archive = tar_of(*(member(str(number), b"") for number in range(2000)))(tmp_path)
-    with pytest.raises(StagingStopped):
-        unpack(archive, target, 2**30, lambda _: True)
-    assert len(list(target.iterdir())) < 2000
 
 
 def test_archive_that_changes_while_it_is_unpacked_is_refused(tmp_path: Path, local: Path) -> None:

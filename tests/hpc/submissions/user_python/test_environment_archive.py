@@ -2,13 +2,9 @@
 
 import json
 import os
-import signal
 import subprocess
-import sys
 import sysconfig
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,9 +15,8 @@ from support.staging_nodes import stage
 
 from hpc.base.errors import TorchrelayError
 from hpc.run.rundir import RunDir
-from hpc.submissions.user_python.environment_archive import DIRECTORY, Progress, find_or_make
+from hpc.submissions.user_python.environment_archive import DIRECTORY, find_or_make
 from jobs.ranks.round import activated_environment
-from jobs.staging.unpack_environment import make_link
 
 
 @pytest.fixture
@@ -55,7 +50,7 @@ def test_copy_has_every_file_and_every_link_inside(venv: Path, tmp_path: Path) -
 
 def test_byte_code_and_scripts_work_in_the_copy(venv: Path, tmp_path: Path) -> None:
     copy = unpacked(pack(venv, tmp_path / "runs"), tmp_path)
-    make_link(copy / "bin" / Path(BASE).name, BASE)
+    (copy / "bin" / Path(BASE).name).symlink_to(BASE)
     [code] = (copy / SITE / "torch" / "__pycache__").iterdir()
     before = code.stat()
     subprocess.run([copy / "bin" / "python", "-c", "import torch"], check=True)
@@ -104,66 +99,22 @@ def left(runs_dir: Path) -> list[str]:
 
 
 # A submission that waits for a line before it packs its first file.
-WAITS = """
-import sys
-from contextlib import contextmanager
-from pathlib import Path
-from support.environments import described
-from hpc.submissions.user_python.environment_archive import find_or_make
-
-@contextmanager
-def wait(size):
-    yield lambda count: waiting and (print("packing", flush=True), waiting.pop(), sys.stdin.readline())
-
-waiting = [True]
-archive = find_or_make(described(Path({venv!r})), Path({runs!r}), wait)
-print(archive.name, archive.stat().st_ino, flush=True)
-"""
-
-
-@contextmanager
-def packing(venv: Path, runs_dir: Path) -> "Iterator[subprocess.Popen[str]]":
-    """Another submission that has begun to pack."""
-    with subprocess.Popen(
-        [sys.executable, "-c", WAITS.format(venv=str(venv), runs=str(runs_dir))],
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-    ) as packer:  # fmt: skip
-        assert packer.stdout is not None
-        assert packer.stdout.readline() == "packing\n"
-        yield packer
-
-
-def test_two_submissions_at_once_make_one_archive(venv: Path, tmp_path: Path) -> None:
-    with packing(venv, tmp_path) as first, packing(venv, tmp_path) as second:
-        assert len(left(tmp_path)) == 2
-        outputs = [packer.communicate("\n")[0] for packer in (first, second)]
-    assert outputs[0] == outputs[1]
-    [archive] = left(tmp_path)
-    assert outputs[0].startswith(f"{archive} ")
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_killed_packing_leaves_nothing(venv: Path, tmp_path: Path, number: signal.Signals) -> None:
-    with packing(venv, tmp_path) as packer:
-        [temporary] = left(tmp_path)
-        set_version(venv, "9.10")
-        other = pack(venv, tmp_path)
-        assert left(tmp_path) == sorted([temporary, other.name]), "one under way is left alone"
-        packer.send_signal(number)
-    if number is signal.SIGINT:
-        assert left(tmp_path) == [other.name]
-    assert pack(venv, tmp_path) == other
-    assert left(tmp_path) == [other.name]
+def test_unfinished_archives_are_removed_once_they_are_old(venv: Path, tmp_path: Path) -> None:
+    (tmp_path / DIRECTORY).mkdir(mode=0o700)
+    old, new = (tmp_path / DIRECTORY / f".{name}.tar.zst.tmp" for name in ("old", "new"))
+    old.touch()
+    new.touch()
+    os.utime(old, (1, 1))
+    archive = pack(venv, tmp_path)
+    assert left(tmp_path) == sorted([new.name, archive.name]), "another submission may still write the new one"
 
 
 def test_environment_that_changes_while_it_is_packed_is_refused(venv: Path, tmp_path: Path) -> None:
-    @contextmanager
-    def upgrade(_size: int) -> Iterator[Progress]:
-        yield lambda _count: set_version(venv, "10.0")
-
+    environment = described(venv)
+    assert environment.members
+    set_version(venv, "10.0")
     with pytest.raises(TorchrelayError, match="was changed while it was packed"):
-        find_or_make(described(venv), tmp_path, upgrade)
+        find_or_make(environment, tmp_path)
     assert left(tmp_path) == []
 
 

@@ -6,66 +6,40 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.cluster import Site, add_script, mounted_volume
 from support.environments import BASE, SITE, make_venv, pack
-from support.events import records_in
-from support.staging_nodes import disk, end_nodes, start_nodes
+from support.staging_nodes import Nodes
 
 from hpc.submissions.user_python.environment_archive import DIRECTORY
 
 NODES = 2
 
 
-@dataclass
-class Nodes:
-    """The nodes of one job."""
-
-    path: Path
-    processes: list["subprocess.Popen[str]"] = field(default_factory=list)
-
-    def disk(self, rank: int) -> Path:
-        """A node's disk."""
-        return disk(self.path, rank)
-
-    def start(self, archive: Path, **of_node_1: str) -> list["subprocess.Popen[str]"]:
-        """Start a job; `of_node_1` is what the environment of node 1 has beside the usual."""
-        self.processes = start_nodes(self.path, archive, NODES, "--env", environments={1: of_node_1})
-        return self.processes
-
-    def use(self, archive: Path, **of_node_1: str) -> list[Path]:
-        """Run a job to its end; the interpreter of each node."""
-        output = [process.communicate(timeout=120)[0] for process in self.start(archive, **of_node_1)]
-        assert [process.returncode for process in self.processes] == [0] * NODES, output
-        return [Path(json.loads(words.splitlines()[-1])["python"]) for words in output]
-
-    def events(self) -> list[dict[str, Any]]:
-        """What the nodes have written down of their environments."""
-        found = [event for event in records_in(self.path / "job" / "events") if event["event"] == "environment"]
-        return sorted(found, key=lambda event: str(event["node"]))
-
-
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[Nodes]:
-    here = Nodes(tmp_path)
-    yield here
-    end_nodes(here.processes)
+    made = Nodes(tmp_path)
+    yield made
+    made.end()
+
+
+def pythons(nodes: Nodes, archive: Path, **node_1: str) -> list[Path]:
+    """Run a job to its end; the interpreter of each node. `node_1` adds variables to the environment of node 1."""
+    return [Path(result["python"]) for result in nodes.stage(archive, NODES, "--env", node_1=node_1)]
 
 
 def test_every_node_has_a_copy_that_works(nodes: Nodes, tmp_path: Path) -> None:
     talks = "import atexit\nprint('hello', end='')\natexit.register(print, 'bye')\n"
-    pythons = nodes.use(pack(make_venv(tmp_path / "venv", talks), tmp_path))
-    for rank, python in enumerate(pythons):
+    interpreters = pythons(nodes, pack(make_venv(tmp_path / "venv", talks), tmp_path))
+    for rank, python in enumerate(interpreters):
         assert python.is_relative_to(nodes.disk(rank))
         code = "import sys, torch; print(); print(sys.prefix, torch.__file__)"
         output = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout
         copy = python.parent.parent
         assert output.splitlines()[1].split() == [str(copy), str(copy / SITE / "torch" / "__init__.py")]
-    assert [event["fallback"] for event in nodes.events()] == [None] * NODES
+    assert [event["fallback"] for event in nodes.events("environment")] == [None] * NODES
 
 
 @pytest.mark.parametrize(
@@ -79,10 +53,10 @@ def test_node_on_which_the_copy_does_not_work_uses_the_shared_one_alone(
     torch = "import os\nif os.environ.get('BROKEN'): raise ImportError('libcudart.so.13: cannot open')\n"
     archive, other = pack(make_venv(tmp_path / "venv", torch), tmp_path), tmp_path / "other"
     shutil.copytree(tmp_path / "venv" / SITE / "torch", other / "torch")
-    good, bad = nodes.use(archive, **{variable: str(other)})
+    good, bad = pythons(nodes, archive, **{variable: str(other)})
     assert good.is_relative_to(nodes.disk(0))
     assert bad == Path(sys.executable)
-    assert reason.format(other=other) in nodes.events()[1]["fallback"]
+    assert reason.format(other=other) in nodes.events("environment")[1]["fallback"]
 
 
 @pytest.mark.parametrize("gone", ["/opt/gone/python3, which is not on this node", "gone.tar.zst"])
@@ -94,22 +68,22 @@ def test_base_interpreter_or_archive_that_is_gone_is_named_and_holds_nobody_up(
     link.unlink()
     link.symlink_to("/opt/gone/python3")
     archive = tmp_path / gone if gone.endswith(".zst") else pack(venv, tmp_path)
-    assert nodes.use(archive) == [Path(sys.executable)] * NODES
-    assert all(gone in event["fallback"] for event in nodes.events())
+    assert pythons(nodes, archive) == [Path(sys.executable)] * NODES
+    assert all(gone in event["fallback"] for event in nodes.events("environment"))
 
 
 @pytest.mark.parametrize("rank", range(NODES))
 def test_node_without_room_uses_the_shared_one_alone(nodes: Nodes, tmp_path: Path, rank: int) -> None:
     with mounted_volume(nodes.disk(rank), "size=1m,mode=700"):
-        pythons = nodes.use(pack(make_venv(tmp_path / "venv"), tmp_path))
-    assert pythons[rank] == Path(sys.executable)
-    assert pythons[1 - rank].is_relative_to(nodes.disk(1 - rank))
-    assert "larger than the available 0 MB" in nodes.events()[rank]["fallback"]
+        interpreters = pythons(nodes, pack(make_venv(tmp_path / "venv"), tmp_path))
+    assert interpreters[rank] == Path(sys.executable)
+    assert interpreters[1 - rank].is_relative_to(nodes.disk(1 - rank))
+    assert "larger than the available 0 MB" in nodes.events("environment")[rank]["fallback"]
 
 
 def test_node_that_is_asked_to_stop_does_not_wait_for_the_import(nodes: Nodes, tmp_path: Path) -> None:
     torch = f"import time\nopen({str(tmp_path / 'importing')!r}, 'w').close()\ntime.sleep(100)\n"
-    started = nodes.start(pack(make_venv(tmp_path / "venv", torch), tmp_path))
+    started = nodes.start(pack(make_venv(tmp_path / "venv", torch), tmp_path), NODES, "--env")
     while not (tmp_path / "importing").exists():
         assert all(process.poll() is None for process in started)
     for process in started:
