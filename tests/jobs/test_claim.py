@@ -80,6 +80,16 @@ def test_controller_that_is_away_is_waited_for(
     )
 
 
+def test_controller_that_stays_away_is_an_error(
+    tmp_path: Path, slurm_command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_with_a_lost_attempt(tmp_path, "slurm", time.time() - 3600)
+    slurm_command("squeue", AWAY)
+    monkeypatch.setattr(claim, "_CONTROLLER_SECONDS", 0.0)
+    with pytest.raises(TorchrelayError, match="Unable to contact"):
+        claim.claim_next(run, allocation("slurm"), 1, "m")
+
+
 def test_job_of_the_run_that_runs_is_not_waited_for(tmp_path: Path, slurm_command: Command) -> None:
     run = run_with_a_lost_attempt(tmp_path, "slurm", time.time() - 3600)
     slurm_command("squeue", f"echo '7|RUNNING|None|gpu01|gpu01|0|N/A|N/A|{run.script}|'")

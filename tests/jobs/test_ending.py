@@ -1,4 +1,4 @@
-"""Which agent may take over from a lost first node, that it is left to finish, and how the run continues."""
+"""Which agent may take over from a lost first node, and how the run continues."""
 
 import os
 import time

@@ -167,6 +167,17 @@ def test_slurm_that_does_not_answer_does_not_hide_the_cause(
     assert "Slurm does not report the state of this job: away" in capsys.readouterr().out
 
 
+def test_preemption_that_slurm_has_written_into_the_log_alone(ended: EndedAttemptMaker) -> None:
+    """With GraceTime=0."""
+    preempted = ended()
+    preempted.fails()
+    preempted.run.logs.mkdir()
+    ended = "slurmstepd-gpu01: error: *** STEP 7.0 ON gpu01 CANCELLED AT 2001-01-01T00:00:00 DUE TO PREEMPTION ***\n"
+    (preempted.run.logs / "7_0_log.out").write_text(f"torchrelay: start 0 of job 7\n{ended}")
+    assert preempted.conclude() == 0
+    assert preempted.end["cause"] == "preempted"
+
+
 def test_job_that_is_cancelled_while_slurm_preempts_it_stays_cancelled(
     ended: EndedAttemptMaker, slurm: AnsweringSlurm
 ) -> None:
@@ -292,17 +303,6 @@ def test_attempt_that_is_not_the_newest_saves_no_snapshot(ended: EndedAttemptMak
 
 
 # --- an agent that has failed ---
-
-
-def test_failed_agent_is_a_failure_of_its_node(
-    ended: EndedAttemptMaker, slurm: AnsweringSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
-    failed = ended(**TRAINING)
-    assert ending.conclude_failed_agent(failed.node, Cause.CRASHED, "KeyError: 12") == 0
-    expected = {"cause": "crashed", "step": 0, "detail": "KeyError: 12", "node": "gpu01", "signature": "KeyError: #"}
-    assert failed.end == expected
-    assert "attempt 1 ended: crashed (KeyError: 12)" in capsys.readouterr().out
-    assert slurm.asked == ["scontrol requeue"], "whose node may be used again"
 
 
 def test_agent_that_was_asked_to_stop_has_not_failed(ended: EndedAttemptMaker, slurm: AnsweringSlurm) -> None:

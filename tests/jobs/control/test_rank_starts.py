@@ -85,6 +85,15 @@ def test_same_early_end_twice_ends_the_attempt_with_both_ranks(attempt: AttemptM
     assert early.coordinator.failure.detail == interruption["detail"]
 
 
+def test_failure_of_a_rank_that_did_not_wait_keeps_its_own_reason(attempt: AttemptMaker) -> None:
+    early = ended_early(attempt)
+    early.fail(2)
+    [interruption] = early.events("interruption")
+    reason = "exit code 1: ValueError: 12 is too much"
+    assert interruption["detail"] == f"rank 2 on gpu03: {reason}; rank 1 has ended with exit code 0"
+    assert interruption["signature"] == "1: ValueError: # is too much"
+
+
 def test_rank_that_ended_before_the_last_restart_is_not_blamed(attempt: AttemptMaker) -> None:
     early = ended_early(attempt)
     early.fail(2, detail=LOST_PEER, restarts=1)
