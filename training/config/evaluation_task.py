@@ -53,7 +53,7 @@ class EvaluationTask:
         """
         try:
             return cls(**json.loads((model / _FILE).read_bytes()))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (TypeError, ValueError) as error:
             raise UserError(f"{model / _FILE} is damaged, or of another version: {error}") from error

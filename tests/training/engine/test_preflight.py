@@ -212,7 +212,7 @@ def test_rank_that_must_use_a_gpu_finds_its_node_bad(start: Starter) -> None:
     run = start.directory / "run"
     ranks = start(prepare=partial(as_a_program, run, "1", TORCHRELAY_DEVICE="cuda", CUDA_VISIBLE_DEVICES=""))
     assert ranks.wait() == [EXIT_BAD_NODE]
-    assert re.search("^error: local rank 0 on .* cannot use the GPU that was asked for .*: ", ranks.output(), re.MULTILINE)
+    assert re.search("(?m)^error: local rank 0 on .* cannot use the GPU that was asked for .*: ", ranks.output())
     assert not run.exists()
 
 

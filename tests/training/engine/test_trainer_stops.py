@@ -263,7 +263,7 @@ def test_a_full_disk_does_not_stop_the_training(
     assert training.wait() == [EXIT_NO_SPACE if prepare is None else 1, 0], training.output()
     checkpoints = training.run_dir / "checkpoints"
     output = training.output()
-    assert f": free some space below {checkpoints}" in output
+    assert f"free some space below {checkpoints}" in output
     assert f"step {STEPS}/{STEPS}" in output, "the training did not go on"
     assert f"error: {training.run_dir}/final cannot be written (" in output
     assert "Traceback" not in output
