@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-_COPIED = ("hpc", "jobs", "training", "tests/simulation")
+_COPIED = ("hpc", "jobs", "training", "tests/simulation", "tests/support")
 
 
 def fixes() -> dict[str, dict[str, Any]]:
