@@ -13,9 +13,6 @@ from support.trainings import Starter, agree_at_each_step, events, lines, make_f
 
 from hpc.base.errors import EXIT_DIVERGED
 from hpc.commands.start.submit import main as submit
-from training.config.train_config import TrainConfig
-from training.engine.early_stopping import out_of_patience
-from training.runtime.train_progress import Progress
 
 # 193 images: 9 steps an epoch. A rate so small that the validation accuracy stays the same.
 STILL = ("--lr=1e-30", "--weight-decay=0", "--batch-size=20", "--log-every=4", "--epochs=30")
@@ -26,13 +23,6 @@ def validations(run_dir: Path) -> list[int]:
 
 
 # --- patience ---
-
-
-def test_patience_is_counted_from_the_best_epoch() -> None:
-    config = TrainConfig(data="x", early_stopping_patience=3)
-    ended = [epoch for epoch in range(4, 10) if out_of_patience(config, Progress(best_epoch=4, evaluated_epochs=epoch))]
-    assert ended == [7, 8, 9]
-    assert not out_of_patience(TrainConfig(data="x"), Progress(evaluated_epochs=100))
 
 
 def test_a_training_that_does_not_improve_ends_and_is_complete(start: Starter) -> None:

@@ -44,11 +44,6 @@ def test_every_start_of_the_ranks_records_a_preflight(start: Starter) -> None:
     assert software["python"] == platform.python_version()
 
 
-def test_a_single_rank_has_no_bandwidth(group: ProcessGroup) -> None:
-    report = run_preflight(group)
-    assert (report.world_size, report.allreduce_gb_per_second) == (1, None)
-
-
 def test_a_device_that_computes_wrongly_is_found(group: ProcessGroup) -> None:
     message = r"rank 0 on .+ \(CPU\) computes wrongly: 1 of 65536 elements of a matrix product are wrong"
     with pytest.raises(BadNodeError, match=message) as raised:
@@ -89,19 +84,10 @@ def test_one_wrong_element_of_a_product_is_found(side: int, dtype: torch.dtype, 
     assert count_wrong(torch.device("cpu"), side, dtype, periods, falsify=True) == 1
 
 
-def test_partial_sums_of_the_large_product_are_exact_in_bfloat16() -> None:
-    """Also if a device adds up parts of the rows in bfloat16, which holds whole numbers up to 256."""
-    left, right = (torch.arange(8192) * 3 % 5 - 2), (torch.arange(8192) * 5 % 3 - 1)
-    for shift in range(15):
-        sums = torch.cumsum(left * right.roll(shift), 0)
-        assert int(sums.max() - sums.min()) <= 256
-
-
 @pytest.mark.parametrize(
     "message",
     [
         "CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCUDA kernel errors might be reported later",
-        "CUDA error: an illegal memory access was encountered",
         "NCCL error in: /x/ProcessGroupNCCL.cpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO for details)",
     ],
 )
@@ -128,12 +114,6 @@ def test_the_exit_code_identifies_the_rank_on_a_bad_node(start: Starter) -> None
     assert output.count("error: rank 1 on ") == 1
     assert "Traceback" not in output
     assert not training.run_dir.exists(), "a bad node leaves nothing behind"
-
-
-def test_a_complete_run_needs_no_check(start: Starter) -> None:
-    run = start.complete(*SHORT).run_dir
-    assert start(*SHORT, "--fault=preflight@0:0").wait() == [0]
-    assert len(events(run, "preflight")) == 1
 
 
 def choose(usable: list[int], problems: list[str], per_node: int = 1) -> list[str]:
@@ -206,14 +186,6 @@ def as_a_program(run_dir: Path, attempt: str, **environment: str) -> None:
     """In a rank: be the preflight, and nothing else."""
     os.environ |= environment
     sys.exit(preflight.main(str(run_dir), attempt))
-
-
-def test_rank_that_must_use_a_gpu_finds_its_node_bad(start: Starter) -> None:
-    run = start.directory / "run"
-    ranks = start(prepare=partial(as_a_program, run, "1", TORCHRELAY_DEVICE="cuda", CUDA_VISIBLE_DEVICES=""))
-    assert ranks.wait() == [EXIT_BAD_NODE]
-    assert re.match("error: local rank 0 on .* cannot use the GPU that was asked for .*: ", ranks.output())
-    assert not run.exists()
 
 
 def test_the_preflight_is_a_program_of_its_own(start: Starter) -> None:
