@@ -20,7 +20,7 @@ from training.config.dataset_layout import check_data, resolve_data
 from training.config.model_names import models_of
 from training.config.rules import without_effect
 from training.config.save_interval import Interval, parse_interval
-from training.config.train_config import TrainConfig, check_world
+from training.config.train_config import TrainConfig
 
 
 @pytest.mark.parametrize(
@@ -185,12 +185,6 @@ def test_the_names_of_models_are_those_that_torchvision_itself_lists() -> None:
     from torchvision import models
 
     assert list(models_of("torchvision")) == sorted(models.list_models(module=models))
-
-
-def test_more_ranks_than_images_in_a_batch_are_refused() -> None:
-    check_world(TrainConfig(data="x", batch_size=8), 8)
-    with pytest.raises(UserError, match=r"--batch-size is 8, too small for the 9 ranks that share it: use 9 or more"):
-        check_world(TrainConfig(data="x", batch_size=8), 9)
 
 
 def test_idx_files_need_no_test_set(tmp_path: Path) -> None:

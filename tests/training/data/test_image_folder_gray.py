@@ -1,17 +1,12 @@
 """Gray images of any depth keep their gray levels, or are refused with the reason."""
 
 import io
-import re
 import struct
-import subprocess
-import sys
 import zlib
-from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
-from support.trainings import Starter
 from torch import Tensor
 
 from hpc.base.errors import UserError
@@ -90,23 +85,3 @@ def test_a_gray_image_keeps_its_levels(content: bytes) -> None:
 def test_an_image_whose_white_is_unknown_is_refused_with_its_values(content: bytes, values: str) -> None:
     with pytest.raises(UserError, match=f"^its gray values are {values}, and white is unknown: save it with whole num"):
         decode_image(content, WHOLE)
-
-
-def folder(path: Path, content: bytes) -> Path:
-    for part in ("train", "test"):
-        for name in ("one", "other"):
-            (path / part / name).mkdir(parents=True)
-            for number in range(4):
-                (path / part / name / f"{number}.tif").write_bytes(content)
-    return path
-
-
-def test_a_refused_image_is_named(tmp_path: Path, start: Starter) -> None:
-    start.data = folder(tmp_path / "data", tiff(RAMP.astype("<f4")))
-    refused = start("--epochs=1", "--batch-size=4", world_size=2)
-    assert refused.wait() == [2, 2]
-    reason = r"error: \S+/train/o\w+/\d.tif: its gray values are 0 to 65535, and white is unknown"
-    assert re.search(reason, refused.output())
-    packer = [sys.executable, "-m", "training.pack", str(start.data), str(tmp_path / "packed")]
-    packed = subprocess.run(packer, capture_output=True, text=True, check=False)
-    assert (packed.returncode, bool(re.search(reason, packed.stderr))) == (2, True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.trainings import Starter, agree_at_each_step, events, lines, make_folder, result, slow
+from support.trainings import Starter, agree_at_each_step, events, lines, result, slow
 
 from hpc.base.errors import EXIT_DIVERGED
 from hpc.commands.start.submit import main as submit
@@ -183,13 +183,3 @@ def test_the_step_with_a_nan_loss_is_right_in_a_resumed_attempt(start: Starter) 
     assert "the loss is nan since step 13" in training.output()
     # What was saved before is there, to go on from with other flags.
     start.complete(*flags, "--lr=0.01")
-
-
-def test_images_of_a_folder_are_recorded_by_file_name(start: Starter, tmp_path: Path) -> None:
-    start.data = make_folder(tmp_path / "photos", parts=("train",))
-    flags = ("--epochs=1", "--batch-size=5", "--num-workers=0", "--image-size=16", "--lr=1e30", "--warmup-epochs=0")
-    training = start(*flags)
-    assert training.wait() == [EXIT_DIVERGED], training.output()
-    images = json.loads((training.run_dir / "diverged.json").read_text())["images"]
-    assert len(images) == 5
-    assert all(name.endswith((".jpg", ".png")) for name in images)

@@ -16,7 +16,6 @@ from torch.optim import lr_scheduler
 from torchvision import models
 
 from hpc.base.errors import UserError
-from training.config.rules import parse_step_epochs
 from training.config.train_config import LrScheduler, Optimizer, TrainConfig
 from training.engine.optim import (
     OPTIMIZERS,
@@ -320,9 +319,3 @@ def test_momentum_is_zero_after_a_first_step_that_overflowed(monkeypatch: pytest
 def test_a_floor_above_the_learning_rate_is_refused() -> None:
     with pytest.raises(UserError, match=r"--min-lr is 0.5, more than the highest learning rate: use 0.4 or less"):
         TrainConfig(data="x", lr=0.4, min_lr=0.5)
-
-
-@pytest.mark.parametrize("text", ["", "0", "5,5", "9,3", "-1", "1.5", "3,", "every"])
-def test_other_epochs_to_drop_at_are_refused(text: str) -> None:
-    with pytest.raises(UserError, match=r"--lr-step-epochs is .*: use a number such as 30, or rising epochs"):
-        parse_step_epochs(text)

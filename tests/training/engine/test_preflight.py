@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.events import assert_typed
-from support.trainings import Starter, events, needs_no_gpu_driver
+from support.trainings import Starter, events
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported, but not in __all__
 from torch.nn import functional
@@ -25,7 +25,7 @@ from training.engine import preflight
 from training.engine.preflight import count_wrong, run_preflight, wrong_in_attention, wrong_in_convolution
 from training.runtime.fault_injection import parse_fault
 from training.runtime.process_group import ProcessGroup
-from training.runtime.rank_device import choose_device, device_of_the_node, find_device, why_no_gpu
+from training.runtime.rank_device import choose_device, device_of_the_node, find_device
 from training.runtime.run_context import RankInfo
 
 Count = Callable[..., tuple[int, int]]
@@ -169,17 +169,6 @@ def test_more_ranks_than_instances_of_mig_are_the_users_mistake(monkeypatch: pyt
     second = RankInfo(rank=1, world_size=2, local_rank=1, local_world_size=2, restarts=0)
     with pytest.raises(UserError, match=r"CUDA_VISIBLE_DEVICES is MIG-1f,MIG-2e, .* one rank per node"):
         find_device(second, HashStore())
-
-
-@needs_no_gpu_driver
-def test_it_is_said_why_there_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    device_file = tmp_path / "nvidiactl"
-    assert why_no_gpu((device_file,)) == f"no GPU driver is loaded (there is no {device_file})"
-    device_file.touch()
-    version = f"torch {torch.__version__}"
-    assert why_no_gpu((device_file,)).startswith(f"{version} cannot use the driver: Found no NVIDIA driver")
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert why_no_gpu((device_file,)) == f"{version} is built for CPUs alone"
 
 
 def as_a_program(run_dir: Path, attempt: str, **environment: str) -> None:

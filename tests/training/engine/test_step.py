@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.trainings import Starter, children, load, trainer_with
+from support.trainings import children, load, trainer_with
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchrelay.checkpoint_files import list_checkpoints
 
 from training.config.train_config import TrainConfig
 from training.data.loader import Batch
@@ -138,12 +137,6 @@ def test_a_rank_has_a_loader_worker_for_each_of_its_cores(group: ProcessGroup, f
     data, config = load(folder_data), TrainConfig(data=str(folder_data))
     assert loader_workers(config, data, replace(group, cores=12)) == 12
     assert loader_workers(config, data, replace(group, cores=128)) == 32, "more take memory, and no GPU needs them"
-
-
-def test_keep_checkpoints_checkpoints_are_kept(start: Starter) -> None:
-    flags = ("--epochs=4", "--batch-size=20", "--checkpoint-every=4", "--snapshot-every=off")
-    run = start.complete(*flags, "--keep-checkpoints=3").run_dir
-    assert [path.name[-2:] for path in list_checkpoints(run / "checkpoints")] == ["36", "32", "28"]
 
 
 # What on a GPU makes the host wait for it: numbers and shapes that only the device knows.

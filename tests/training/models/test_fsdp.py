@@ -13,7 +13,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.trainings import Starter, Training, events, final, lines, losses, same, slow
+from support.trainings import Starter, Training, events, final, lines, losses, same
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader
@@ -102,23 +102,6 @@ def loaded_by_torch(checkpoint: Path) -> dict[str, Tensor]:
     with pytest.warns(UserWarning, match="intent is to load in a single process"):
         dcp.load(whole, storage_reader=HuggingFaceStorageReader(str(checkpoint)))
     return whole
-
-
-@pytest.fixture(scope="module")
-def uncut(idx_data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of a training that nothing interrupts."""
-    start = Starter(idx_data, tmp_path_factory.mktemp("uncut"))
-    return losses(start.complete(*FSDP, "--optimizer=adamw", "--lr=0.002", world_size=2).run_dir)
-
-
-@pytest.mark.parametrize(("before", "after"), [(2, 3), slow(2, 1), slow(1, 2)])
-def test_it_goes_on_with_another_number_of_ranks(start: Starter, uncut: list[float], before: int, after: int) -> None:
-    options = ("--optimizer=adamw", "--lr=0.002")
-    cut = start(*FSDP, *options, "--fault=stop@5:0", run="cut", world_size=before)
-    assert cut.wait() == [0] * before, cut.output()
-    resumed = start.complete(*FSDP, *options, run="cut", world_size=after)
-    assert f"resuming from checkpoint {newest_before(resumed, 1)}" in resumed.output()
-    assert losses(cut.run_dir) == pytest.approx(uncut, rel=2e-5)
 
 
 def newest_before(training: Training, attempt: int) -> str:

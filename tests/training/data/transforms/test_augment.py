@@ -99,17 +99,6 @@ def test_auto_is_what_suits_the_data(kind: str, usual: dict[str, Any], request: 
     assert torch.equal(look(load(data).train, 1), look(load(data, **usual).train, 1))
 
 
-def test_loader_workers_pay_for_scaling_and_policies(idx_data: Path, folder_data: Path) -> None:
-    assert load(idx_data, crop="padded", flip="on", random_erasing=0.5).cheap
-    for data, options in (
-        (idx_data, {"auto_augment": "randaugment"}),
-        (idx_data, {"crop": "resized"}),
-        (idx_data, {"color_jitter": 0.4}),
-        (folder_data, {}),
-    ):
-        assert not load(data, **options).cheap
-
-
 def in_memory(images: Tensor, kind: Kind = "cifar10", **options: Any) -> Tensor:
     """What becomes of images in epoch 0."""
     config = TrainConfig(data="data", **NOTHING | options)
