@@ -216,6 +216,15 @@ def test_a_second_packer_is_refused_and_harms_nothing(photos: Path, tmp_path: Pa
     pack(photos, tmp_path / "packed")
 
 
+def test_two_packers_at_once_make_one_data_set(many: Path, tmp_path: Path) -> None:
+    both = [started(many, tmp_path / "packed", "--num-workers", "1") for _ in range(2)]
+    codes = sorted(process.wait() for process in both)
+    said = "".join(process.communicate()[0] for process in both)
+    assert codes in ([0, 0], [0, 1]), said
+    assert "Traceback" not in said
+    assert pack(tmp_path / "many", tmp_path / "packed", "--verify").endswith("files have their checksums\n")
+
+
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_full_disk_ends_it_resumably(many: Path, tmp_path: Path, *, begun: bool) -> None:
     if begun:
