@@ -5,10 +5,9 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
-from threading import Timer
 
 import pytest
-from support.cluster import Command, fill, mounted_volume
+from support.cluster import Command
 from support.events import cancelled, claimed, recorded_run, records_in, write_events
 
 from hpc.base.errors import TorchrelayError
@@ -217,30 +216,6 @@ def test_job_of_a_complete_or_cancelled_run_records_why_it_starts_nothing(tmp_pa
     assert claim.refuse_if_complete(run, replace(allocation("local"), node_rank=1))
     [refused] = [event for event in records_in(run.events) if event["event"] == "refused"]
     assert refused["detail"].endswith(f"to train longer, type hpc resume {run.path} --epochs N")
-
-
-def test_agents_wait_for_space_in_the_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first node's agent claims once there is space, and the other agents wait for that."""
-    monkeypatch.setattr(node_attempt, "_RETRY_SECONDS", 0.1)
-    monkeypatch.setattr(claim, "_LOOK_SECONDS", 0.1)
-    with mounted_volume(tmp_path / "volume", "size=1m") as volume:
-        run = run_with_a_lost_attempt(volume, "local", time.time())
-        head, other = (replace(allocation("local"), node_rank=rank, hostnames=("gpu01", "gpu02")) for rank in (0, 1))
-        filler = fill(volume)
-        with pytest.raises(OSError, match="No space left"):
-            claim.claim_next(run, head, 1, "m")
-        space, stopped = Timer(3.0, filler.unlink), lambda: False
-
-        def wait_and_claim() -> None:
-            node_attempt.await_storage(run, stopped, lambda: claim.claim_next(run, head, 1, "m"))
-
-        claiming = Timer(0.0, wait_and_claim)
-        for timer in (space, claiming):
-            timer.start()
-        joined = claim.join(run, other, stopped, timeout_seconds=2.0)
-        claiming.join()
-        assert joined is not None
-        assert joined.attempt == 2
 
 
 def test_agent_that_is_stopped_does_not_wait_for_space(tmp_path: Path) -> None:

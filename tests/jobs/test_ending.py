@@ -1,7 +1,6 @@
-"""Which agent may take over from a lost first node, that it is left to finish, and how the run continues."""
+"""Which agent may take over from a lost first node, and how the run continues."""
 
 import os
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -9,16 +8,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.cluster import Command, fill, mounted_volume
+from support.cluster import Command
 from support.events import claimed, recorded, recorded_run, resources_of, write_events
 
 from hpc.base.errors import EXIT_NO_SPACE
 from hpc.run.events import ledger
 from hpc.run.events.attempts import attempts_of
-from hpc.run.events.kinds import AttemptEnded, Joined, NodeLost, Resubmitted
+from hpc.run.events.kinds import Joined, NodeLost
 from hpc.run.nodedir import NodeDir
 from hpc.run.spec import Recovery, RunSpec
-from hpc.slurm import handover
 from jobs import ending, last_resort, node_attempt
 from jobs.ending import first_node_is_lost
 from jobs.next_attempt import LostNodes, start_next_attempt
@@ -98,37 +96,6 @@ def test_agent_that_takes_over_sends_heartbeats(survivor: NodeAttempt, tmp_path:
     assert (tmp_path / "cancelled").read_text() == "7\n"
 
 
-def test_agent_that_takes_over_is_left_to_finish_while_it_lives(
-    survivor: NodeAttempt, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(handover, "HANDOVER_SECONDS", 2.0)
-    monkeypatch.setattr(ending, "_CONFIRM_SECONDS", 0.5)
-    assert ending.record_end(survivor, AttemptEnded(attempt=1, cause="node_failure"))
-
-    def other() -> None:
-        for _ in range(30):  # longer than an agent is given that sends no heartbeat
-            time.sleep(0.1)
-            survivor.run.alive.touch()
-        survivor.record(Resubmitted(job_id="8", old_job_id="7", excluded=()))
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    assert take_over(survivor) == 0
-    assert not recorded(survivor, "resubmitting"), "it leaves the next job to the other one"
-    thread.join()
-    assert recorded(survivor, "resubmitted")
-
-
-def test_agent_that_died_while_it_took_over_has_a_successor(
-    survivor: NodeAttempt, slurm_command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(handover, "HANDOVER_SECONDS", 0.3)
-    slurm_command("sbatch", "echo 8")
-    assert ending.record_end(survivor, AttemptEnded(attempt=1, cause="node_failure"))
-    assert take_over(survivor) == 0
-    assert [event["job_id"] for event in recorded(survivor, "resubmitted")] == ["8"]
-
-
 # What Slurm 22.05 answered.
 DISABLED = "echo 'Requested operation is presently disabled' >&2; exit 1"
 TOO_MANY = """
@@ -159,28 +126,6 @@ def test_job_is_requeued_once_though_its_events_cannot_be_read_then(node: NodeAt
     slurm_command("scontrol", f'echo "$@" >> {log}; mv {events} {events}-gone; touch {events}')
     assert start_next_attempt(to_requeue(node), LostNodes(bad=["gpu02"]))
     assert log.read_text() == "requeue 7\n"
-
-
-def test_requeue_that_is_refused_for_good_is_replaced_by_a_new_job(
-    node: NodeAttempt, slurm_command: Command, tmp_path: Path
-) -> None:
-    slurm_command("scontrol", DISABLED)
-    slurm_command("scancel", f"echo $1 >> {tmp_path}/ended; test $(wc -l < {tmp_path}/ended) = 3 || {{ {AWAY}; }}")
-    start_next_attempt(node, LostNodes())
-    [resubmitted] = recorded(node, "resubmitted")
-    assert (resubmitted["job_id"], resubmitted["old_job_id"]) == ("8", "7")
-    assert (tmp_path / "ended").read_text().split() == ["7"] * 3, "until Slurm has heard it"
-
-
-def test_job_with_a_lost_node_and_no_second_job_waits_until_slurm_has_noticed(
-    node: NodeAttempt, slurm_command: Command, tmp_path: Path
-) -> None:
-    slurm_command("sbatch", f"touch {tmp_path}/asked; {TOO_MANY}")
-    states = f"test -e {tmp_path}/asked && echo 'gpu02|down' || echo 'gpu02|idle*'"
-    slurm_command("sinfo", f"case $* in *%P*) echo 'gpu01|gpu*|idle';; *) {states};; esac")
-    start_next_attempt(node, LostNodes(lost=["gpu02"]))
-    assert recorded(node, "requeued")
-    assert not recorded(node, "resubmitted")
 
 
 def test_job_that_a_limit_counts_ends_before_it_is_replaced(
@@ -224,16 +169,6 @@ def batch_script(survivor: NodeAttempt, monkeypatch: pytest.MonkeyPatch) -> Node
     return survivor
 
 
-def test_job_of_a_node_that_never_joined_is_not_requeued(batch_script: NodeAttempt, slurm_command: Command) -> None:
-    """It has died, and Slurm has not noticed: srun could not start its agent, and ended the others."""
-    slurm_command("scontrol", "echo JobId=7 JobState=RUNNING Restarts=0 Reason=None")
-    slurm_command("sbatch", "echo 8")
-    batch_script.record(Joined(node="gpu01", node_rank=0))
-    assert last_resort.main([str(batch_script.run.path), "233"]) == 0
-    assert [event["job_id"] for event in recorded(batch_script, "resubmitted")] == ["8"]
-    assert not recorded(batch_script, "requeued")
-
-
 def test_last_resort_sends_heartbeats(batch_script: NodeAttempt, tmp_path: Path, slurm_command: Command) -> None:
     """Its agents were killed; Slurm takes the requeue once there is a heartbeat."""
     survivor = batch_script
@@ -249,20 +184,6 @@ def test_last_resort_sends_heartbeats(batch_script: NodeAttempt, tmp_path: Path,
     assert [event["job_id"] for event in recorded(survivor, "requeued")] == ["7"]
     [ended] = recorded(survivor, "attempt_ended")
     assert (ended["cause"], ended["signature"]) == ("lost", None), "unknown, so a second one need not be the same"
-
-
-def test_run_that_lost_a_node_goes_on_once_there_is_space(
-    node: NodeAttempt, slurm_command: Command, tmp_path: Path
-) -> None:
-    slurm_command("sinfo", "case $* in *%P*) echo 'gpu01|gpu*|idle';; *) echo 'gpu02|down';; esac")
-    with mounted_volume(tmp_path / "volume", "size=1m") as volume:
-        run = recorded_run(volume / "r")
-        there = replace(node, run=run)
-        space = threading.Timer(0.5, fill(volume).unlink)
-        space.start()
-        assert start_next_attempt(there, LostNodes(lost=["gpu02"]))
-        space.join()
-        assert [event["job_id"] for event in recorded(there, "resubmitted")] == ["8"]
 
 
 def test_job_that_waited_an_hour_for_space_has_failed_and_blames_no_node(

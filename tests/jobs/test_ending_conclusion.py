@@ -2,12 +2,9 @@
 
 import time
 from dataclasses import replace
-from errno import ENOSPC
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 from support.cluster import Command
 from support.ended_attempts import HOSTS, RUNNING, TRAINING, AnsweringSlurm, EndedAttemptMaker
 from support.events import attempt_ended, cancelled, claimed, event, joined, recorded, records_in, write_events
@@ -18,29 +15,10 @@ from hpc.run.events import ledger
 from hpc.run.events.attempts import attempts_of
 from hpc.run.events.kinds import AttemptEnded, NodeLost, Resubmitted
 from hpc.run.nodedir import HeldNodeDir
-from hpc.run.rundir import RunDir
 from hpc.run.spec import Recovery
-from hpc.slurm import handover
-from jobs import ending, node_attempt
+from jobs import ending
 from jobs.control.messages import Phase
 from jobs.stop_request import STOP_SIGNALS
-
-
-def test_script_that_is_done(ended: EndedAttemptMaker, slurm: AnsweringSlurm, saved: list[Any]) -> None:
-    done = ended()
-    done.coordinator.done = True
-    assert done.conclude() == 0
-    assert done.end == {"cause": "completed", "step": None}
-    assert (done.continued(), slurm.asked, saved) == ([], [], [])
-
-
-def test_script_that_ended_with_0_after_a_signal_goes_on(ended: EndedAttemptMaker, slurm: AnsweringSlurm) -> None:
-    stopped = ended()
-    stopped.coordinator.done = True
-    stopped.stop.handle(STOP_SIGNALS[1], None)
-    assert stopped.conclude() == 0
-    assert stopped.end == {"cause": "requeued", "step": None}
-    assert slurm.asked == ["scontrol requeue"]
 
 
 def test_run_continues_in_a_new_job_if_slurm_would_hold_the_old_one(
@@ -54,14 +32,6 @@ def test_run_continues_in_a_new_job_if_slurm_would_hold_the_old_one(
     [resubmitted] = stopped.node.history().of(Resubmitted)
     assert (resubmitted.job_id, resubmitted.old_job_id) == ("8", "7")
     assert resubmitted.detail == "Slurm holds a requeued job for 120 s"
-
-
-def test_job_that_slurm_requeues_without_a_delay_is_requeued(ended: EndedAttemptMaker, slurm: AnsweringSlurm) -> None:
-    stopped = ended()
-    slurm.says_of_job(f"{RUNNING} Requeue=1 ExpeditedRequeue=Yes", requeue_delay=120)
-    stopped.stop.handle(STOP_SIGNALS[0], None)
-    assert stopped.conclude() == 0
-    assert slurm.asked == ["scontrol requeue"]
 
 
 @pytest.mark.parametrize(("way", "asked"), [("requeue", "scontrol requeue"), ("job", "sbatch --parsable")])
@@ -94,19 +64,6 @@ def test_job_that_slurm_requeues_itself_stays_if_slurm_accepts_no_new_one(
     slurm_command("sbatch", f"echo '{refusal}' >&2; exit 1")
     assert stopped.conclude() == 0
     assert (stopped.continued(), slurm.asked) == (["requeued"], [])
-
-
-def test_jobs_that_wait_for_the_old_job_wait_for_the_new_one(
-    ended: EndedAttemptMaker, slurm: AnsweringSlurm, slurm_command: Command, tmp_path: Path
-) -> None:
-    stopped = ended()
-    slurm.says_of_job(RUNNING, requeue_delay=120)
-    stopped.stop.handle(STOP_SIGNALS[0], None)
-    waiting = r"21|afterok:7(unfulfilled),afterany:17(unfulfilled)\n22|(null)\n23|afterany:70(unfulfilled)\n"
-    slurm_command("squeue", f"case \"$*\" in *%E*) printf '{waiting}';; esac")
-    assert stopped.conclude() == 0
-    changed = [line for line in (tmp_path / "asked").read_text().splitlines() if "update" in line]
-    assert changed == ["scontrol update JobId=21 Dependency=afterok:8,afterany:17"]
 
 
 def test_training_is_done_when_its_result_is_there(ended: EndedAttemptMaker, saved: list[Any]) -> None:
@@ -162,17 +119,6 @@ def test_last_step_is_the_furthest_that_is_known(
     assert failed.end["step"] == found
 
 
-def test_preemption_hides_the_failure_that_it_caused_but_not_its_step(
-    ended: EndedAttemptMaker, slurm: AnsweringSlurm
-) -> None:
-    preempted = ended(**TRAINING)
-    preempted.fails(step=20)
-    preempted.coordinator.last_step = 15
-    slurm.says_of_job("JobState=RUNNING Restarts=0 PreemptTime=2026-01-02T00:00:00 StartTime=2026-01-01T00:00:00")
-    assert preempted.conclude() == 0
-    assert preempted.end == {"cause": "preempted", "step": 20}
-
-
 def test_same_failure_twice_is_final(ended: EndedAttemptMaker, slurm: AnsweringSlurm) -> None:
     first = attempt_ended(cause="crashed", step=20, signature="s")
     failed = ended(first, claimed(attempt=2, nodes=HOSTS), **TRAINING)
@@ -187,10 +133,8 @@ def test_same_failure_twice_is_final(ended: EndedAttemptMaker, slurm: AnsweringS
     ("signal", "job", "cause", "exit_code", "asked"),
     [
         ("SIGTERM", RUNNING, "requeued", 0, ["scontrol requeue"]),
-        ("SIGUSR2", RUNNING, "time_limit", 0, ["scontrol requeue"]),
         ("SIGTERM", "JobState=COMPLETING Restarts=1 Reason=None", "requeued", 0, []),
         ("SIGTERM", "JobState=COMPLETING Restarts=0 Reason=None", "cancelled", 1, []),
-        ("SIGTERM", "JobState=PREEMPTED Restarts=0 Reason=None", "preempted", 0, ["scontrol requeue"]),
         (None, "JobState=NODE_FAIL Restarts=0 Reason=None", "node_failure", 0, []),
         (None, RUNNING, "crashed", 0, ["scontrol requeue"]),
     ],
@@ -276,23 +220,6 @@ def test_job_that_a_successor_has_ended_is_not_cancelled(ended: EndedAttemptMake
     assert slurm.asked == []
 
 
-@pytest.mark.usefixtures("slurm")
-def test_completion_waits_for_space(ended: EndedAttemptMaker, monkeypatch: pytest.MonkeyPatch) -> None:
-    done, failures = ended(), [OSError(ENOSPC, "No space left on device")]
-    done.coordinator.done = True
-    record_end = handover.record_end
-
-    def full_once(run: RunDir, end: AttemptEnded) -> bool:
-        if failures:
-            raise failures.pop()
-        return record_end(run, end)
-
-    monkeypatch.setattr(handover, "record_end", full_once)
-    monkeypatch.setattr(node_attempt, "_RETRY_SECONDS", 0.1)
-    assert done.conclude() == 0
-    assert done.end["cause"] == "completed"
-
-
 @pytest.mark.parametrize("how", ["lost", "stuck", "silent", "absent"])
 def test_job_with_a_node_that_does_not_answer_is_replaced(
     ended: EndedAttemptMaker, slurm: AnsweringSlurm, how: str
@@ -351,17 +278,6 @@ def test_ranks_that_do_not_end_are_not_waited_for_for_ever(
     assert slurm.asked == ["scontrol requeue"], "its node is not lost"
 
 
-@pytest.mark.parametrize(("cause", "exit_code"), [("crashed", LOCAL_REQUEUE_RETURN_CODE), ("bad_input", 1)])
-def test_run_without_slurm_is_started_again_by_submitit(
-    ended: EndedAttemptMaker, slurm: AnsweringSlurm, cause: str, exit_code: int
-) -> None:
-    local = ended(local=True)
-    local.fails(Cause(cause))
-    assert local.conclude() == exit_code
-    assert local.continued() == ["requeued"] * (cause == "crashed")
-    assert slurm.asked == []
-
-
 def test_snapshot_that_cannot_be_saved_stays_in_memory(
     ended: EndedAttemptMaker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -389,17 +305,6 @@ def test_attempt_that_is_not_the_newest_saves_no_snapshot(ended: EndedAttemptMak
 # --- an agent that has failed ---
 
 
-def test_failed_agent_is_a_failure_of_its_node(
-    ended: EndedAttemptMaker, slurm: AnsweringSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
-    failed = ended(**TRAINING)
-    assert ending.conclude_failed_agent(failed.node, Cause.CRASHED, "KeyError: 12") == 0
-    expected = {"cause": "crashed", "step": 0, "detail": "KeyError: 12", "node": "gpu01", "signature": "KeyError: #"}
-    assert failed.end == expected
-    assert "attempt 1 ended: crashed (KeyError: 12)" in capsys.readouterr().out
-    assert slurm.asked == ["scontrol requeue"], "whose node may be used again"
-
-
 def test_agent_that_was_asked_to_stop_has_not_failed(ended: EndedAttemptMaker, slurm: AnsweringSlurm) -> None:
     stopped = ended()
     assert ending.conclude_failed_agent(stopped.node, Cause.BAD_NODE, "x", "SIGTERM") == 0
@@ -412,19 +317,15 @@ def test_agent_that_was_asked_to_stop_has_not_failed(ended: EndedAttemptMaker, s
     [
         (Cause.LOST, HOSTS, False, ["requeued", "excluded"], ["gpu01"]),
         (Cause.LOST, ("gpu01", "gpu03"), False, ["resubmitted"], ["gpu02", "gpu01"]),
-        (Cause.BAD_NODE, HOSTS, False, ["requeued", "excluded"], ["gpu01"]),
         (Cause.CRASHED, ("gpu01",), False, ["requeued"], None),
         (Cause.CRASHED, HOSTS, True, ["resubmitted"], ["gpu03"]),
-        (Cause.LOST, ("gpu01", "gpu02"), True, ["resubmitted"], ["gpu03", "gpu01"]),
         (Cause.LOST, ("gpu02", "gpu03"), False, ["requeued", "excluded"], ["gpu01"]),
     ],
     ids=[
         "killed agents",
         "node that never joined",
-        "bad node",
         "defect",
         "lost node",
-        "lost node that never joined",
         "first node that never joined",
     ],
 )

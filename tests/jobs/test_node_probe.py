@@ -1,7 +1,6 @@
 """A node's report in `hpc doctor --nodes`."""
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,6 @@ from hpc.base.errors import TorchrelayError
 from hpc.run.rundir import RunDir
 from hpc.run.spec import Network
 from jobs import node_probe
-from jobs.control.channel import ControlServer
 from jobs.node_attempt import NodeAllocation
 from jobs.node_probe import Probe, meet, result_of, run_ranks, write_speed
 
@@ -35,7 +33,6 @@ def test_speed_of_a_disk_leaves_nothing_on_it(tmp_path: Path) -> None:
             {"problem": "rank 1 computes wrongly"},
         ),
         ("Traceback\nRuntimeError: no route\n\n", 1, {"problem": "RuntimeError: no route"}),
-        ("", 1, {"problem": "no output"}),
         (
             "waiting\n",
             124,
@@ -59,16 +56,6 @@ def node(directory: Path, node_rank: int) -> Probe:
         cluster="slurm", job_id="7", restart=0, node_rank=node_rank, hostnames=("localhost", "gpu02"), cpus=None
     )
     return Probe(run=RunDir(directory), stage_dir="/tmp", num_gpus=0, network=Network(), allocation=allocation)
-
-
-def test_nodes_meet_by_a_claim_and_get_the_same_rendezvous(tmp_path: Path, stack: ExitStack) -> None:
-    with ThreadPoolExecutor(2) as pool:
-        head, other = pool.map(lambda node_rank: meet(node(tmp_path, node_rank), stack), range(2))
-    assert head[1] == other[1]
-    assert isinstance(head[0], ControlServer)
-    assert other[0].directive == head[0].directive
-    assert other[0].directive.port
-    assert [path.name for path in tmp_path.iterdir()] == ["events"]
 
 
 def test_nodes_that_do_not_meet_name_who_is_missing(

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from hpc.base.errors import UserError
 from hpc.base.flags import Flag
@@ -38,6 +38,8 @@ class Adjustable:
     They change when the training ends and how it runs, but no step. hpc resume refuses --epochs with --lr-scheduler
     cosine or one-cycle, whose learning rates depend on the number of epochs, and with --initial-image-size.
     """
+
+    TITLE: ClassVar[str] = "image classifier"
 
     epochs: int = 8
     """Passes over the training set."""

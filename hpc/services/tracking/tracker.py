@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 from hpc.base import program
 from hpc.base.errors import TorchrelayError
-from hpc.programs.program_kinds import program_of_run
 from hpc.run.events.history import Outcome
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec, Service
@@ -65,6 +64,8 @@ def rank_variables(run: RunDir, spec: RunSpec) -> dict[str, str]:
 
 def settings_of(run: RunDir, spec: RunSpec) -> dict[str, Any]:
     """Return the run's settings by name: the flags of its program, and the command line of a script."""
+    from hpc.programs.program_kinds import program_of_run  # noqa: PLC0415 - `hpc status` needs no program
+
     settings = program.values_of(program_of_run(spec)) | {
         "script": shlex.join(spec.script) or None, "forked_from": spec.forked_from,
         "data": spec.data, "run_dir": str(run.path),

@@ -54,7 +54,6 @@ def test_overlay_in_memory_is_memory(tmp_path: Path) -> None:
     ("lines", "accelerator"),
     [
         ("__version__ = '2.15.0+cu132'\ncuda: Optional[str] = '13.2'\nhip: Optional[str] = None\n", "CUDA 13.2"),
-        ("__version__ = '2.4.0'\ncuda = '12.1'\nhip = None\n", "CUDA 12.1"),
         ("__version__ = '2.9.0+rocm6.4'\ncuda: Optional[str] = None\nhip: Optional[str] = '6.4'\n", "ROCm 6.4"),
         ("__version__ = '2.9.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\n", None),
     ],

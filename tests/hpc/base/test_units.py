@@ -67,11 +67,3 @@ def test_words_that_cannot_be_meant_are_refused(kind: type[Word], texts: tuple[s
     for text in texts:
         with pytest.raises(ValueError, match=message):
             kind.parse(text)
-
-
-def test_nodes_to_start_and_to_continue_with_spares_and_without() -> None:
-    nodes, four = NodeRange.parse("2:4"), NodeRange(4)
-    assert (nodes.fewest, nodes.most) == (2, 4)
-    assert (nodes.with_spares(2).fewest, nodes.with_spares(2).most) == (4, 6)
-    assert [nodes.fewest_to_continue(elastic=elastic) for elastic in (False, True)] == [2, 2]
-    assert [four.fewest_to_continue(elastic=elastic) for elastic in (False, True)] == [4, 1]

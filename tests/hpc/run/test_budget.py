@@ -44,13 +44,10 @@ def test_second_kill_in_an_unlucky_minute_ends_nothing() -> None:
         (failed(7, 0, KEY), failed(7, 7, VALUE), False),
         (failed(None, None, KEY), failed(None, None, KEY), True),
         (failed(7, 0, KEY), failed(None, None, KEY), True),
-        (failed(7, 0, "SIGSEGV: "), failed(7, 7, "SIGSEGV: "), True),
         (failed(7, 0), failed(7, 7), False),
         (ended("lost", 7), ended("lost", 7), False),
-        (ended("node_failure", 7), ended("node_failure", 7), False),
         (ended("time_limit", 0), ended("time_limit", 0), True),
         (ended("time_limit", 20, 0), ended("time_limit", 20, 20), False),
-        (ended("time_limit", 20, 0), ended("time_limit", 40, 20), False),
     ],
 )
 def test_same_failure_twice_in_a_row_ends_the_run(
@@ -71,19 +68,14 @@ def test_same_failure_twice_in_a_row_ends_the_run(
         ([failed(None), ended("hang")], 2),
         ([failed(20, 0), ended("preempted", 20), ended("out_of_memory", 20)], 2),
         ([failed(20, 0), failed(10, 0)], 2),
-        ([failed(20, 0), failed(90, 0)], 2),
         ([failed(20, 0), failed(21, 18)], 1),
         ([failed(None), failed(1, 1)], 1),
-        ([failed(90, 80), failed(70, 50)], 2),
         ([failed(90, 80), failed(70, 50), failed(60, 55)], 1),
-        ([failed(20, 0), ended("preempted", 20)], 0),
         ([ended("time_limit", 20, 0), failed(20, 20)], 1),
         ([ended("time_limit", 0, 0)], 1),
         ([failed(None), ended("preempted"), failed(None)], 1),
-        ([failed(None), PastInterruption(cause="requeued"), failed(None)], 1),
         ([failed(None), ended("time_limit"), failed(None)], 1),
         ([failed(20, 0), ended("bad_node", 20), ended("bad_node", 20)], 2),
-        ([ended("bad_node", 20), failed(20, 0)], 1),
     ],
 )  # fmt: skip
 def test_failures_without_progress(history: list[PastInterruption], failures: int) -> None:

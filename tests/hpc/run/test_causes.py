@@ -19,23 +19,19 @@ QUIET = Ending(finished=False, cancelled=False, signal=None, job_state=JobState.
         ({"preempted": True, "signal": "SIGTERM"}, Cause.PREEMPTED, True),
         ({"preempted": True, "signal": "SIGTERM", "job_state": JobState.PENDING}, Cause.PREEMPTED, False),
         ({"preempted": True, "signal": "SIGTERM", "job_state": JobState.CANCELLED}, Cause.PREEMPTED, True),
-        ({"preempted": True, "signal": "SIGTERM", "job_state": JobState.PREEMPTED}, Cause.PREEMPTED, True),
         ({"job_state": JobState.PREEMPTED}, Cause.PREEMPTED, True),
         ({"signal": "SIGUSR2"}, Cause.TIME_LIMIT, True),
         ({"signal": "SIGTERM", "job_state": JobState.TIMEOUT}, Cause.TIME_LIMIT, True),
         ({"signal": "SIGTERM", "job_state": JobState.PENDING}, Cause.REQUEUED, False),
         ({"job_state": JobState.PENDING}, Cause.REQUEUED, False),
         ({"signal": "SIGTERM"}, Cause.REQUEUED, True),
-        ({"signal": "SIGTERM", "job_state": JobState.FAILED}, Cause.REQUEUED, True),
         ({"signal": "SIGTERM", "job_state": JobState.NODE_FAIL}, Cause.NODE_FAILURE, False),
         ({}, Cause.CRASHED, True),
-        ({"job_state": JobState.UNKNOWN}, Cause.CRASHED, True),
         ({"failure": Cause.HANG}, Cause.HANG, True),
         ({"failure": Cause.HANG, "signal": "SIGTERM"}, Cause.REQUEUED, True),
         ({"failure": Cause.BAD_NODE}, Cause.BAD_NODE, True),
         ({"failure": Cause.BAD_INPUT}, Cause.BAD_INPUT, False),
         ({"failure": Cause.NO_SPACE}, Cause.NO_SPACE, False),
-        ({"failure": Cause.DIVERGED}, Cause.DIVERGED, True),
     ],
 )
 def test_cause_and_requeue(changes: dict[str, object], cause: Cause, requeue: bool) -> None:
@@ -43,11 +39,6 @@ def test_cause_and_requeue(changes: dict[str, object], cause: Cause, requeue: bo
     assert cause_of(ending) is cause
     may_restart = budget_after([PastInterruption(cause=cause)]).may_restart
     assert must_requeue(cause, ending.job_state, may_restart=may_restart) is requeue
-
-
-def test_words_of_events_and_messages_are_the_names() -> None:
-    assert [cause.value for cause in Cause] == [cause.name.lower() for cause in Cause]
-    assert [state.value for state in JobState] == [state.name for state in JobState]
 
 
 def test_job_is_alive_until_slurm_has_ended_it() -> None:
@@ -59,7 +50,6 @@ def test_job_is_alive_until_slurm_has_ended_it() -> None:
     ("exit_code", "signal", "out_of_memory", "detail", "cause"),
     [
         (1, None, False, "KeyError: 'label'", Cause.CRASHED),
-        (1, None, True, "KeyError: 'label'", Cause.CRASHED),
         (2, None, False, "--data is empty", Cause.BAD_INPUT),
         (3, None, False, "2 GPUs of 4", Cause.BAD_NODE),
         (4, None, False, "", Cause.NO_SPACE),
@@ -97,8 +87,6 @@ def test_job_is_alive_until_slurm_has_ended_it() -> None:
             Cause.BAD_NODE,
         ),
         (1, None, False, "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.", Cause.BAD_NODE),
-        (1, None, False, "NVRM: GPU 0000:3b:00.0: GPU has fallen off the bus.", Cause.BAD_NODE),
-        (1, None, False, "NVRM: Xid (PCI:0000:3b:00): 48", Cause.BAD_NODE),
         (1, None, False, "Unable to determine the device handle: GPU is lost.", Cause.BAD_NODE),
         (1, None, False, "ncclInternalError: Internal check failed.", Cause.BAD_NODE),
     ],
@@ -113,13 +101,11 @@ def test_cause_of_a_ranks_exit(
     ("detail", "consequence"),
     [
         ("RuntimeError: [/x/pair.cc:545] Read error [10.77.0.2]:49540: Connection reset by peer.", True),
-        ("RuntimeError: Connection closed by peer [10.77.0.2]:1234", True),
         ("ncclRemoteError: A call failed possibly due to a network error or a remote process.", True),
         ("RuntimeError: [/x/pair.cc] socketProgress: Connection closed by remote peer gpu02<4242>", True),
         ("what():  [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7) ran for 600 s", True),
         ("what():  [Rank 1] watchdog thread terminated with exception: NCCL error: remote process exited", True),
         ("what():  [Rank 1] Process group watchdog thread terminated with exception: CUDA error: launch failed", False),
-        ("ncclRemoteError: A call failed.", True),
         ("NCCL communicator was aborted on rank 1.", True),
         ("RuntimeError: Gloo connectFullMesh failed with [/x/pair.cc:152]", True),
         ("BrokenPipeError: [Errno 32] Broken pipe", True),

@@ -1,6 +1,5 @@
 """The directory of a run in a node's memory."""
 
-import os
 import shutil
 import subprocess
 import sys
@@ -171,23 +170,6 @@ def test_name_that_another_user_has_taken_is_passed_over() -> None:
     command = ["unshare", "--mount", "sh", "-ec", f'{planted}; exec "$@"', "sh", sys.executable, "-c", OPEN]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "/dev/shm/torchrelay-0-1 \n"), done.stderr
-
-
-def empty_memory_of(held: HeldNodeDir) -> None:
-    """What systemd does at the user's logout with RemoveIPC=yes, and some clusters' epilogs; here for one run."""
-    subprocess.run(["find", str(held.files.path), "-user", str(os.getuid()), "-delete"], check=True)
-
-
-def test_directory_that_was_emptied_under_its_agent_is_made_again(run: Path) -> None:
-    held = HeldNodeDir(run, 0)
-    assert not held.restore()
-    empty_memory_of(held)
-    assert held.restore()
-    assert not held.restore()
-    assert all(path.is_dir() for path in held.files.directories)
-    HeldNodeDir(Path("/runs/other"), 0).close(remove=True)
-    assert held.files.path.exists(), "its lock is held again"
-    held.close(remove=True)
 
 
 def test_variables_of_a_stage_dir_are_those_of_the_node(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from support.waiting import wait_for
 from hpc.base.errors import UserError
 from hpc.base.files import sha256_of
 from hpc.base.kernel import ENDING_SIGNALS
-from hpc.report.command import submit_command
 from hpc.run.events.history import History
 from hpc.run.events.kinds import Refused
 from hpc.run.rundir import RunDir
@@ -72,13 +71,6 @@ def test_job_of_several_nodes_survives_a_lost_node_and_slurm_requeues_one_of_one
     assert "--kill-on-bad-exit=1" in parameters["srun_args"]
 
 
-def test_spares_are_additional_nodes_of_the_job_and_the_signal_is_sent_stop_lead_before_the_limit() -> None:
-    assert told("2:4", spares=1)["additional_parameters"]["nodes"] == "3-5"
-    fixed = told("2", spares=1, signal_before="20m")
-    assert (fixed["nodes"], "nodes" in fixed["additional_parameters"]) == (3, False)
-    assert (told("2")["signal_delay_s"], fixed["signal_delay_s"]) == (300, 1200)
-
-
 def exported(*lines: str, **environment: str) -> dict[str, str]:
     """What a program gets that the batch script starts after these lines of --setup."""
     script = "\n".join([*setup(RunDir(Path("/runs/r")), Resources(setup=lines)), "env -0"])
@@ -93,9 +85,7 @@ def exported(*lines: str, **environment: str) -> dict[str, str]:
     [
         ("export X='a  \"b\"'", 'a  "b"'),
         ('export X="it\'s $Y"', "it's y"),
-        (r"export X=\$Y\\n", r"$Y\n"),
         ("export X=`echo $Y`!", "y!"),
-        ("export X=a # b", "a"),
         ("if true\nthen export X=a; fi", "a"),
         ("set -eu; export X=${Y}", "y"),
     ],
@@ -113,23 +103,6 @@ def test_module_is_a_function_that_the_submission_has_exported() -> None:
 def test_path_of_python_modules_from_setup_is_for_the_ranks_of_a_script() -> None:
     assert exported("export PYTHONPATH=/a:$PYTHONPATH", PYTHONPATH="/b")["TORCHRELAY_PYTHONPATH"] == "/a:/b"
     assert exported("true")["TORCHRELAY_PYTHONPATH"] == ""
-
-
-def test_script_survives_signals_before_setup_begins(tmp_path: Path) -> None:
-    resources = resources_of(time="2h", setup=("module load cuda/12.4", "source it's.sh"))
-    spec = script_spec(resources=resources)
-    lines = SlurmExecutor(RunDir(tmp_path), spec).script().splitlines()
-    signals = "trap : HUP INT QUIT USR1 USR2 TERM"
-    places = [signals, "torchrelay_setup='module load cuda/12.4'", 'eval "$torchrelay_setup" || exit']
-    numbers = [lines.index(line) for line in places]
-    agents = next(number for number, line in enumerate(lines) if line.startswith("srun "))
-    assert sorted(numbers) == numbers
-    assert numbers[-1] < agents
-    assert [word for word in submit_command(spec) if word.startswith("--setup")] == [
-        "--setup=module load cuda/12.4", "--setup=source it's.sh"
-    ]  # fmt: skip
-    spec.save(RunDir(tmp_path))
-    assert RunSpec.load(RunDir(tmp_path)) == spec
 
 
 def test_job_with_damaged_packages_ends_and_says_so(tmp_path: Path) -> None:

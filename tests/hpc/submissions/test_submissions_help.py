@@ -42,14 +42,3 @@ def test_help_all_shows_all_flags(brief: str) -> None:
     assert {"nodes", "partition", "time", "elastic", "data", "lr", "recipe", "help-all"} <= flags_in(brief)
     fields = [*program.flags(submit_flags()), *program.flags(submit_flags(("a.py",)))]
     assert flags_in(printed("--help-all")) == {field.name.replace("_", "-") for field in fields}
-
-
-@pytest.mark.parametrize("verb", ["resume", "fork"])
-def test_help_shows_no_defaults_of_what_a_run_has_nor_what_is_refused(verb: str) -> None:
-    lines = printed("--help", verb)
-    assert max(map(len, lines.splitlines())) <= 80, "the description is wrapped"
-    text = " ".join(lines.split())
-    assert text.count("Flags that you leave out") == 1
-    assert not re.search("default:", text.partition("resources:")[2], re.IGNORECASE)
-    assert "(default: runs)" in text
-    assert not {"config", "recipe"} & flags_in(lines)

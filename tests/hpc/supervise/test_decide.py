@@ -9,7 +9,7 @@ import pytest
 from hpc.run.causes import Cause, JobState
 from hpc.run.events.attempts import Attempt
 from hpc.slurm.squeue import SlurmJob
-from hpc.supervise.decide import NEVER_SUBMITTED, STARTS, Action, Decision, decide
+from hpc.supervise.decide import NEVER_SUBMITTED, Action, Decision, decide
 from hpc.supervise.observe import RunObservation
 
 NOW = 1_000_000.0
@@ -38,10 +38,6 @@ DEATHS = [attempt(Cause.NODE_FAILURE, attempt=n, last_step=0, ended=NOW - 10) fo
 TABLE: list[tuple[str, dict[str, Any], Action, str]] = [
     # A run that is over is left alone.
     ("complete", {"complete": True}, Action.KEEP, "complete"),
-    ("complete, its job still ends", {"complete": True, "jobs": [RUNNING], "heartbeat_at": NOW},
-     Action.KEEP, "complete"),
-    ("complete, but not its job", {"complete": True, "jobs": [RUNNING], "heartbeat_at": NOW - 200},
-     Action.CANCEL, "complete"),
     ("complete, and another job waits", {"complete": True, "jobs": [BEGIN_TIME]}, Action.CANCEL, "complete"),
     ("a script that is complete", {"attempts": [attempt(Cause.COMPLETED)]}, Action.KEEP, "complete"),
     ("cancelled, and still runs", {"cancelled": True, "jobs": [RUNNING]}, Action.CANCEL, "cancelled"),
@@ -91,14 +87,10 @@ TABLE: list[tuple[str, dict[str, Any], Action, str]] = [
     ("keeps away from what it can", {"jobs": [job(JobState.PENDING, reason="Priority")],
       "excluded": ["gpu03"], "excludable": ["gpu03", "gpu02"]}, Action.KEEP, "is pending (Priority)"),
     # Nothing works in the job's nodes.
-    ("silent from the first moment", {"jobs": [RUNNING], "attempts": [attempt()]}, Action.RESUBMIT, "900 s"),
     ("silent, and its node's clock was ahead", {"jobs": [RUNNING], "attempts": [attempt(started=NOW + 500)],
       "heartbeat_at": NOW - 75}, Action.RESUBMIT, "75 s"),
-    ("its agents never came", {"jobs": [RUNNING]}, Action.RESUBMIT, "not started within 900 s"),
     ("a restart whose agents never came", {"jobs": [replace(RUNNING, restarts=1)], "attempts": [attempt(Cause.LOST)]},
      Action.RESUBMIT, "not started"),
-    ("its agents died when they handed over", {"jobs": [RUNNING], "attempts": [attempt(Cause.LOST, ended=NOW - 101)]},
-     Action.RESUBMIT, "did not queue the next job"),
     ("ended for good, but not its job", {"jobs": [RUNNING], "attempts": [attempt(Cause.BAD_INPUT, ended=NOW - 101)]},
      Action.CANCEL, "its job still runs"),
     ("an old listing of a job that began anew",
@@ -120,9 +112,7 @@ TABLE: list[tuple[str, dict[str, Any], Action, str]] = [
     ("its successor runs", {"jobs": [RUNNING, job(JobState.RUNNING, "8")],
       "attempts": [attempt(Cause.LOST), attempt(attempt=2, job_id="8")]}, Action.CANCEL, "replaced it"),
     # There is no job.
-    ("another supervisor submits one", {"attempts": [attempt()], "handover_deadline": NOW + 9}, Action.KEEP, "another"),
     ("gone without a word", {"attempts": [attempt()]}, Action.RESUBMIT, "gone"),
-    ("gone a moment ago", {"attempts": [attempt()], "heartbeat_at": NOW - 9}, Action.KEEP, "just ended"),
     ("gone, and its requeue was refused", {"attempts": [attempt(Cause.CRASHED)]}, Action.RESUBMIT, "gone"),
     ("gone while it waited", {"attempts": [attempt(Cause.CRASHED)], "handed_over_at": NOW - 300},
      Action.KEEP, "hpc resume"),
@@ -168,7 +158,6 @@ TABLE: list[tuple[str, dict[str, Any], Action, str]] = [
      Action.RESUBMIT, "node_fail"),
     ("scancelled while it waited, accounting says", {"last_job_state": JobState.CANCELLED,
       "attempts": [attempt(Cause.PREEMPTED)], "handed_over_at": NOW - 900}, Action.RECORD, "scancel"),
-    ("gone after two deaths", {"attempts": DEATHS[:2]}, Action.KEEP, "next attempt in 20 s"),
 ]  # fmt: skip
 
 
@@ -232,14 +221,6 @@ def test_limit_of_time(
 ) -> None:
     seconds = (limit - 0.25, limit, limit + 0.25)
     assert tuple(decide(view(**known(each))).action for each in seconds) == actions
-
-
-def test_words_for_programs_are_the_names() -> None:
-    assert [action.value for action in Action] == [action.name.lower() for action in Action]
-
-
-def test_actions_after_which_a_run_trains() -> None:
-    assert {Action.START_NOW, Action.RELEASE, Action.REQUEUE, Action.RESUBMIT} == STARTS
 
 
 @pytest.mark.parametrize(("fact", "cause"), [("complete", Cause.COMPLETED), ("cancelled", Cause.CANCELLED)])

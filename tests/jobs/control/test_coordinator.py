@@ -1,37 +1,24 @@
 """What the coordinator makes of failures: which it records, which end the attempt, and whom it leaves out."""
 
-import signal
-import time
 from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 from support.events import (
     attempt_ended,
-    cancelled,
-    claimed,
-    interruption,
-    of_training,
-    recorded,
-    recovery_of,
     resources_of,
     train_started,
     write_events,
 )  # fmt: skip
 from support.reported_nodes import AttemptMaker, CoordinatedAttempt
-from support.waiting import wait_for
 
-from hpc.base.kernel import steady_time
 from hpc.run.causes import Cause
 from hpc.run.events.kinds import RankFailed
 from hpc.run.spec import Recovery
 from hpc.run.spec_file import script_program
-from jobs.control.channel import ControlServer
 from jobs.control.coordinator import Coordinator
-from jobs.control.messages import Directive, Phase, RankHeartbeat
-from jobs.node_attempt import NodeAttempt
-from jobs.stop_request import STOP_SIGNALS, StopRequest
-from training.config.train_config import TrainConfig
+from jobs.control.messages import Phase
+from jobs.stop_request import STOP_SIGNALS
 
 # --- lost nodes ---
 
@@ -73,25 +60,6 @@ def test_node_that_comes_back_takes_part_again(attempt: AttemptMaker) -> None:
     assert back.events("node_returned") == [{"node": "gpu02"}]
     assert back.coordinator.lost == {}
     assert back.members == (0, 2, 1), "members stay members"
-
-
-def test_node_that_is_lost_later_fell_silent_a_short_time_ago(attempt: AttemptMaker) -> None:
-    twice = attempt(resources=resources_of(nodes="1:3"))
-    twice.nodes.silent[1] = 6.0
-    twice.poll()
-    twice.nodes.silent |= {1: 36.0, 2: 5.5}
-    twice.poll(30.0)
-    assert [event["failed_at"] for event in twice.events("interruption")] == [twice.clock.now - 36, twice.clock.now - 5]
-    assert [event["node"] for event in twice.events("interruption")] == ["gpu02", "gpu03"]
-
-
-def test_loss_of_many_nodes_is_one_line(attempt: AttemptMaker) -> None:
-    """A switch that fails takes hundreds of nodes."""
-    many = attempt(hosts=[f"gpu{number:03d}" for number in range(1, 8)])
-    many.nodes.silent |= dict.fromkeys(range(1, 7), 6.0)
-    many.poll()
-    assert [event["detail"] for event in many.events("interruption")] == ["lost contact with gpu002 ... gpu007 (6)"]
-    assert len(many.events("node_lost")) == 6
 
 
 @pytest.mark.parametrize("phase", [Phase.LEFT, Phase.FAILED, Phase.BAD_NODE])
@@ -157,9 +125,7 @@ def test_node_whose_agent_has_ended_is_not_waited_for(attempt: AttemptMaker) -> 
     ("fields", "detail", "signature"),
     [
         ({}, "rank 1 on gpu02: exit code 1: ValueError: 12 is too much", "1: ValueError: # is too much"),
-        ({"exit_code": -11, "signal": "SIGSEGV", "detail": ""}, "rank 1 on gpu02: signal SIGSEGV", "SIGSEGV: "),
         ({"exit_code": -9, "signal": "SIGKILL", "detail": "x"}, "rank 1 on gpu02: signal SIGKILL: x", None),
-        ({"exit_code": 3, "detail": ""}, "rank 1 on gpu02: exit code 3", "3: "),
         ({"cause": "out_of_memory", "exit_code": -9, "signal": "SIGKILL", "detail": ""},
          "rank 1 on gpu02: signal SIGKILL", "SIGKILL: "),
         ({"signal": "SIGBUS", "step": None, "detail": ""}, "rank 1 on gpu02: signal SIGBUS", None),
@@ -237,30 +203,6 @@ def test_same_failure_twice_ends_the_attempt(attempt: AttemptMaker) -> None:
     assert not twice.coordinator.done
 
 
-def test_failures_without_progress_pause(attempt: AttemptMaker) -> None:
-    pausing = attempt(
-        interruption(1_000_000.0 - 800, step=7, signature="a"), interruption(1_000_000.0 - 700, step=7, signature="b")
-    )
-    pausing.coordinator = Coordinator(pausing.node, cast("Any", pausing.nodes), pausing.stop)
-    for number in range(4):
-        pausing.fail(1, detail=f"failure {'x' * number}", started_at=pausing.clock.now + 3)
-        if pausing.nodes.directive.paused:
-            break
-    pause = pausing.events("interruption")[-1]["pause_seconds"]
-    assert pause > 0.0
-    charged = len(pausing.events("interruption"))
-    # torchrun has restarted the ranks; now the agents kill them, one after the other.
-    pausing.fail(2, detail="Connection closed by peer", started_at=pausing.clock.now)
-    assert len(pausing.events("interruption")) == charged
-    for rank in range(3):
-        pausing.nodes.report(rank, phase=Phase.READY)
-    pausing.poll(pause - 1.5)  # `fail` takes a second
-    assert pausing.nodes.directive.paused
-    pausing.poll(0.5)
-    assert not pausing.nodes.directive.paused
-    assert pausing.nodes.directive.round == 2
-
-
 def test_pause_ends_although_a_rank_had_failed_just_before_it(attempt: AttemptMaker) -> None:
     pausing = attempt()
     failed_at = pausing.clock.now
@@ -297,49 +239,6 @@ def test_attempt_that_others_have_ended_is_over(attempt: AttemptMaker) -> None:
     assert ended.is_over()
     assert ended.coordinator.failure is None
     assert not ended.events("interruption")
-
-
-def test_end_by_others_is_seen_within_seconds(attempt: AttemptMaker) -> None:
-    ended = attempt()
-    ended.poll()
-    write_events(ended.node.run, attempt_ended(cause="node_failure"), file="attempt-001-end.jsonl")
-    ended.poll(4.75)
-    assert not ended.is_over(), "not every poll asks the shared storage"
-    ended.poll(0.25)
-    assert ended.is_over()
-    ended.nodes.silent[1] = 6.0
-    ended.poll()
-    assert not ended.events("node_lost"), "it does nothing more"
-
-
-def test_cancellation_tells_the_agents_to_stop_and_waits_for_the_ranks_that_save(attempt: AttemptMaker) -> None:
-    cancel = attempt()
-    write_events(cancel.node.run, cancelled(), file=cancel.node.run.cancellation.name)
-    cancel.poll(4.75)
-    assert not cancel.nodes.directive.stop, "not every poll asks the shared storage"
-    cancel.poll(0.25)
-    assert cancel.nodes.directive.stop
-    cancel.stop.handle(signal.SIGTERM, None)
-    cancel.poll(9.0)
-    assert not cancel.is_over(), "its ranks are saving"
-    for node_rank in range(3):
-        cancel.nodes.report(node_rank, phase=Phase.ENDED)
-    cancel.poll()
-    assert cancel.is_over()
-    assert cancel.coordinator.failure is None
-
-
-def test_progress_counts_though_the_ranks_train_again_before_their_failure_is_known(attempt: AttemptMaker) -> None:
-    progress = attempt()
-    now = progress.clock.now
-    write_events(
-        progress.node.run, train_started(now - 29, 0), train_started(now - 18, 118), file="attempt-001-trainer.jsonl"
-    )
-    progress.fail(0, started_at=now - 30, failed_at=now - 20, step=120, detail="ValueError: x")
-    progress.fail(0, started_at=now - 17, failed_at=now - 1, step=130, detail="KeyError: y")
-    interruptions = progress.events("interruption")
-    assert [event["step"] for event in interruptions] == [120, 130]
-    assert [event["pause_seconds"] for event in interruptions] == [0.0, 0.0], "118 new steps lie between the two"
 
 
 # --- hangs and stragglers ---
@@ -444,35 +343,3 @@ def test_ranks_that_do_nothing_are_recorded_and_left_alone(
     assert silent.events("interruption") == []
     said = "no rank has used the processor, or read or written anything, for 901 s"
     assert capsys.readouterr().out.count(said) == 1
-
-
-# --- with its server and clocks ---
-
-
-def test_clock_that_is_set_back_hides_no_hang(node: NodeAttempt, monkeypatch: pytest.MonkeyPatch) -> None:
-    server, hosts = ControlServer("secret", 1), ("gpu01",)
-    write_events(node.run, claimed(nodes=hosts), file="attempt-001-node-00.jsonl")
-    spec = replace(node.spec, **of_training(TrainConfig(data="x")), recovery=recovery_of(hang_timeout="1s"))
-    coordinator = Coordinator(replace(node, spec=spec), server, StopRequest())
-    server.directive = Directive(round=1, members=(0,), port=1)
-    failure = RankFailed(
-        node="gpu01", round=1, rank=0, restarts=0, started_at=steady_time() - 20, failed_at=steady_time() - 10,
-        exit_code=1, signal=None, cause="crashed", step=7, detail="x",
-    )  # fmt: skip
-    server.report(phase=Phase.RUNNING, round=1, failures=(failure,))
-
-    def is_recorded() -> bool:
-        coordinator.poll()
-        return bool(recorded(node, "interruption"))
-
-    wait_for(is_recorded)
-    assert [event["cause"] for event in recorded(node, "interruption")] == ["crashed"]
-    right = time.time
-    monkeypatch.setattr(time, "time", lambda: right() - 3600)
-    hung = RankHeartbeat(
-        rank=0, step=9, phase="step", state="S", still_seconds=5.0, step_seconds=0.1, busy_seconds=None
-    )
-    server.report(heartbeats=(hung,))
-    coordinator.poll()
-    server.close()
-    assert server.directive.abort_count == 1

@@ -110,17 +110,6 @@ def test_script_does_not_wait_long_for_a_spare(attempt: AttemptMaker) -> None:
     assert (script.members, script.nodes.directive.preflight) == ((0, 1), True)
 
 
-def test_attempt_is_done_when_all_members_are(attempt: AttemptMaker) -> None:
-    done = attempt()
-    for rank in range(3):
-        assert not done.is_over()
-        done.nodes.report(rank, phase=Phase.ENDED)
-        done.poll()
-    assert done.is_over()
-    assert done.coordinator.done
-    assert done.coordinator.failure is None
-
-
 def test_torchrun_that_fails_again_and_again_ends_the_attempt(attempt: AttemptMaker) -> None:
     failing = attempt()
     for number in range(1, 7):
@@ -219,16 +208,6 @@ def test_bad_node_is_at_fault_for_too_few_nodes(attempt: AttemptMaker) -> None:
     assert failure.detail.startswith("gpu02: no space in /tmp; gpu03: no GPU answers; only 1 of 3 nodes")
 
 
-def test_lost_node_is_at_fault_for_too_few_nodes(attempt: AttemptMaker) -> None:
-    few = attempt(resources=resources_of(nodes="3"))
-    ready(few)
-    few.nodes.silent[2] = 6.0
-    failure = ended_by(few)
-    assert (failure.cause, failure.node, failure.signature) == ("node_failure", "gpu03", None)
-    assert failure.detail == "lost contact with gpu03; only 2 of 3 nodes can train, and the run needs 3"
-    assert not few.events("interruption"), "it did not train yet"
-
-
 def test_last_failure_is_the_reason_for_too_few_nodes_if_it_is_recent(attempt: AttemptMaker) -> None:
     few = attempt(resources=resources_of(nodes="3"))
     few.fail(1)
@@ -238,14 +217,3 @@ def test_last_failure_is_the_reason_for_too_few_nodes_if_it_is_recent(attempt: A
     assert failure.detail == (
         "rank 1 on gpu02: exit code 1: ValueError: 12 is too much; only 2 of 3 nodes can train, and the run needs 3"
     )
-
-
-@pytest.mark.parametrize("why", ["old", "another"])
-def test_failure_that_is_old_or_of_another_node_is_not_the_reason(attempt: AttemptMaker, why: str) -> None:
-    few = attempt(resources=resources_of(nodes="3"))
-    few.fail(1)
-    changes = {"phase": Phase.LEFT} if why == "old" else {"phase": Phase.FAILED, "detail": "gone"}
-    few.nodes.report(2, **changes)
-    failure = ended_by(few, 105.0 if why == "old" else 1.0)
-    assert (failure.cause, failure.rank) == ("crashed", None)
-    assert failure.detail.startswith("only 2 of 3" if why == "old" else "gpu03: gone; only 2 of 3")

@@ -101,16 +101,6 @@ def test_rank_that_ended_before_the_last_restart_is_not_blamed(attempt: AttemptM
     assert interruption["detail"] == f"rank 2 on gpu03: exit code 1: {LOST_PEER}"
 
 
-def test_hang_names_the_ranks_that_ended(attempt: AttemptMaker) -> None:
-    early = ended_early(attempt)
-    for node_rank in (0, 2):
-        early.beat(node_rank, still_seconds=61.0)
-    early.poll()
-    [interruption] = early.events("interruption")
-    assert interruption["cause"] == "hang"
-    assert interruption["detail"].endswith("; rank 1 has ended with exit code 0")
-
-
 def test_failure_is_handled_before_the_next_round_begins(attempt: AttemptMaker) -> None:
     failed = attempt(resources=resources_of(nodes="3", gpus_per_node="1"))
     failed.nodes.report(2, phase=Phase.ENDED, exit_code=1)

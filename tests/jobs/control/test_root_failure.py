@@ -20,12 +20,6 @@ def root() -> RootFailure:
     return RootFailure(settle_seconds=0.0)
 
 
-def test_first_to_fail_is_found_once(root: RootFailure) -> None:
-    reported = {failure(1, 5.2), failure(0, 5.1)}
-    assert root.find(reported, all_heard=True) == failure(0, 5.1)
-    assert root.find(reported, all_heard=True) is None
-
-
 def test_rank_that_lost_its_peer_did_not_fail_first(root: RootFailure) -> None:
     consequence = failure(0, 5.0, detail="RuntimeError: Connection closed by peer [10.0.0.2]:123")
     assert root.find({consequence, failure(1, 5.3)}, all_heard=True) == failure(1, 5.3)
@@ -56,20 +50,6 @@ def test_victims_of_a_known_interruption_are_no_failures(root: RootFailure) -> N
     assert root.find({aborted, restarted}, all_heard=True) == restarted
 
 
-def test_failure_of_a_restarted_rank_is_the_next_one(root: RootFailure) -> None:
-    first, peer, next_one = failure(0, 5.0), failure(1, 5.1), failure(0, 5.9, started_at=5.5)
-    reported = {first, peer, next_one}
-    assert root.find(reported, all_heard=True) == first
-    assert root.find(reported, all_heard=True) == next_one
-    assert root.find(reported, all_heard=True) is None
-
-
-def test_ranks_of_another_node_that_started_a_little_later_failed_with_the_first(root: RootFailure) -> None:
-    reported = {failure(0, 5.0, started_at=4.9), failure(1, 5.6, started_at=5.5)}
-    assert root.find(reported, all_heard=True) == failure(0, 5.0, started_at=4.9)
-    assert root.find({*reported, failure(2, 5.8, started_at=5.7)}, all_heard=True) is None, "reported late"
-
-
 @pytest.mark.parametrize(("seconds", "own"), [(-0.25, True), (0.0, False), (14.75, False), (15.0, True)])
 def test_abort_is_that_of_the_directive_if_it_comes_soon_after_it(root: RootFailure, seconds: float, own: bool) -> None:
     root.aborted_at = 7.0
@@ -97,11 +77,6 @@ def test_ranks_that_end_within_a_second_are_compared(monkeypatch: pytest.MonkeyP
     assert root.find({late, early}, all_heard=True) == early
     next_one = failure(0, 9.0, started_at=8.0)
     assert root.find({late, early, next_one}, all_heard=True) is None, "it settles, too"
-
-
-def test_rank_that_started_as_the_interruption_ended_is_a_victim(root: RootFailure) -> None:
-    root.explained_until = 4.0
-    assert root.find({failure(0, 5.0, started_at=4.0)}, all_heard=True) is None
 
 
 def test_victim_of_one_abort_is_no_failure_after_the_next(root: RootFailure) -> None:

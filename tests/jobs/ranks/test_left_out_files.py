@@ -34,7 +34,6 @@ def explain(tmp_path: Path) -> Callable[[str], str | None]:
     [
         ("FileNotFoundError: [Errno 2] No such file or directory: './came/later.csv'", "came/later.csv", "--new-code"),
         ("FileNotFoundError: [Errno 2] No such file or directory: 'CODE/came'", "came", "--new-code"),
-        ('RuntimeError: could not open "came/later.csv": No such file or directory', "came/later.csv", "--new-code"),
         ("FileNotFoundError: [Errno 2] No such file or directory: 'env/pyvenv.cfg'", "env", "--in-place"),
         ("ModuleNotFoundError: No module named 'pkg.late'", "pkg/late.py", "hpc resume run --new-code; else"),
         ("ModuleNotFoundError: No module named 'ext'", "ext.cpython-311.so", "--new-code"),
@@ -60,9 +59,7 @@ def test_what_exists_is_named(
     "detail",
     [
         "FileNotFoundError: [Errno 2] No such file or directory: 'nowhere.csv'",
-        "FileNotFoundError: [Errno 2] No such file or directory: '/etc/nowhere'",
         "FileNotFoundError: [Errno 2] No such file or directory: 'was/there.csv'",
-        "ModuleNotFoundError: No module named 'absent'",
         f"FileNotFoundError: the file isn't there: {'x' * 300}, and I don't know why",
         "ModuleNotFoundError: No module named '/home/me/configs/base'",
         f"ModuleNotFoundError: No module named '{'x' * 300}'",

@@ -65,16 +65,6 @@ def test_signals_to_all_processes_do_not_end_torchrun_which_ends_as_its_ranks() 
 WAITING = "import time; time.sleep(300)"
 
 
-def test_killed_torchrun_leaves_nothing() -> None:
-    worker = f"import subprocess, sys; subprocess.call([sys.executable, '-c', {WAITING!r}])"
-    with start(worker) as torchrun:
-        wait_for(lambda: torchrun.ranks() and children(torchrun.ranks()[0]))
-        [rank] = torchrun.ranks()
-        [loader] = children(rank)
-    for pid in (rank, loader):
-        wait_for(lambda pid=pid: process_state(pid) in {None, "Z"})
-
-
 def test_nothing_outlives_a_killed_agent() -> None:
     code = (
         "import os, sys, time; from pathlib import Path; from jobs.ranks.torchrun import Torchrun\n"
@@ -101,13 +91,6 @@ def test_aborted_rank_prints_its_stacks(tmp_path: Path) -> None:
         torchrun.abort_ranks()
         wait_for(lambda: torchrun.exit_code is not None)
     assert "Fatal Python error: Aborted" in log.read_text()
-
-
-def test_stopped_rank_is_killed() -> None:
-    with start("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)") as torchrun:
-        wait_for(lambda: [rank for rank in torchrun.ranks() if process_state(rank) == "T"])
-        torchrun.abort_ranks()
-        wait_for(lambda: torchrun.exit_code is not None)
 
 
 def test_rank_that_hangs_in_the_fork_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,39 +232,6 @@ def test_rank_whose_parent_has_opened_a_gpu_starts_by_itself(tmp_path: Path, ran
     assert ranks.new_failures() == []
 
 
-def test_forked_rank_saves_when_slurm_ends_all_processes(tmp_path: Path, ranks: LocalRanks) -> None:
-    saving = "import os, signal, time; signal.signal(signal.SIGTERM, lambda *_: (time.sleep(2), os._exit(0)))"
-    with fork(tmp_path, f"{saving}; time.sleep(300)") as torchrun:
-        wait_for(
-            lambda: any(handles(rank, signal.SIGTERM) for each in children(torchrun.pid) for rank in children(each))
-        )
-        os.killpg(children(torchrun.pid)[0], signal.SIGTERM)
-        assert torchrun.wait() == 0
-    assert ranks.new_failures() == []
-
-
-CUDA_ERROR = """CUDA error: uncorrectable ECC error encountered
-Search for `cudaErrorECCUncorrectable' in the documentation for more information.
-CUDA kernel errors might be asynchronously reported at some other API call.
-For debugging consider passing CUDA_LAUNCH_BLOCKING=1"""
-ABORTS = """
-import os, sys
-print("terminate called after throwing an instance of 'c10::DistBackendError'", file=sys.stderr)
-print("  what():  [Rank 1] Process group watchdog thread terminated with exception: " + sys.argv[1], file=sys.stderr)
-sys.stderr.flush()
-os.abort()
-"""
-
-
-def test_what_a_dead_device_makes_a_rank_say(tmp_path: Path, ranks: LocalRanks) -> None:
-    assert wrap(tmp_path, sys.executable, "-c", f"raise RuntimeError({CUDA_ERROR!r})") == 1
-    assert wrap(tmp_path, sys.executable, "-X", "faulthandler", "-c", ABORTS, CUDA_ERROR) == -signal.SIGABRT
-    raised, aborted = ranks.new_failures()
-    assert raised.detail == "RuntimeError: CUDA error: uncorrectable ECC error encountered"
-    assert aborted.detail.endswith("terminated with exception: CUDA error: uncorrectable ECC error encountered")
-    assert [failure.cause for failure in (raised, aborted)] == ["bad_node"] * 2
-
-
 def test_wrapper_without_a_log_of_its_own(tmp_path: Path, ranks: LocalRanks) -> None:
     wrapper = [*WRAPPER, str(tmp_path / "gone"), str(tmp_path)]
     environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0"}
@@ -314,13 +264,6 @@ def wrapper(tmp_path: Path, memory: NodeDir) -> Iterator["subprocess.Popen[bytes
         wait_for(lambda: children(started.pid))
         yield started
         started.kill()
-
-
-def test_rank_does_not_outlive_its_wrapper(wrapper: "subprocess.Popen[bytes]") -> None:
-    [rank] = children(wrapper.pid)
-    wrapper.kill()
-    wrapper.wait()
-    wait_for(lambda: process_state(rank) in {None, "Z"})
 
 
 def test_rank_whose_wrapper_was_killed_is_reported_with_the_time(

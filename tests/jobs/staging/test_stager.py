@@ -112,16 +112,6 @@ def test_damaged_copy_gives_its_room_to_the_new_one(tmp_path: Path, small_disk: 
     assert contents(copy) == contents(source)
 
 
-def test_copy_in_use_until_now_is_not_old(source: Path, local: Path, store: CacheStore, tmp_path: Path) -> None:
-    with Stager(local) as user:
-        copy = user.stage(source).path
-        os.utime(copy.parent, (1, 1))
-    (tmp_path / "other").mkdir()
-    stage_watched(tmp_path / "other", local, lambda _: False, keep_seconds=3600)
-    assert copy.exists()
-    assert len(store.entries()) == 2
-
-
 def test_links_are_followed_and_one_in_a_circle_is_refused(source: Path, local: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "image").write_bytes(b"i")
@@ -214,26 +204,6 @@ def test_stop_in_the_middle_of_a_copy(source: Path, local: Path) -> None:
     assert contents(stage(source, local).path) == contents(source)
 
 
-def test_stop_in_the_middle_of_listing_and_of_verifying(source: Path, local: Path, store: CacheStore) -> None:
-    with pytest.raises(StagingStopped):
-        stage_watched(source, local, lambda _: True)
-    stage(source, local)
-    [entry] = store.entries()
-    manifest = entry.manifest()
-    assert manifest is not None
-    write_manifest(entry.path, replace(manifest, boot="an earlier one"))
-    asked = 0
-
-    def later(_: CopyProgress | None) -> bool:
-        nonlocal asked
-        asked += 1
-        return asked > 2
-
-    with pytest.raises(StagingStopped):
-        stage_watched(source, local, later)
-    assert not entry.in_use()
-
-
 def test_disk_that_fills_up_on_the_way_means_reading_in_place(source: Path, small_disk: Path) -> None:
     def fill() -> bool:
         done = subprocess.run(["cp", "/dev/zero", str(small_disk / "filler")], capture_output=True, check=False)
@@ -291,11 +261,6 @@ def test_old_copies_are_deleted_and_with_keep_0_the_own_one(tmp_path: Path, sour
     assert staged.path.exists()
     stage_watched(source, local, lambda _: False, keep_seconds=0)
     assert not staged.path.exists()
-
-
-def test_missing_source_is_reported(tmp_path: Path, local: Path) -> None:
-    with pytest.raises(TorchrelayError, match="nowhere does not exist on this node"):
-        stage(tmp_path / "nowhere", local)
 
 
 class Between(StagingGroup):

@@ -17,7 +17,7 @@ from support.staging_nodes import contents, stage
 from hpc.base.errors import TorchrelayError
 from hpc.sources.archive import check, quick_names
 from hpc.sources.zstd import ZstdFile
-from jobs.staging.copy_progress import CopyProgress, StagingStopped
+from jobs.staging.copy_progress import CopyProgress
 from jobs.staging.stager import Stager
 from jobs.staging.store import open_store
 from jobs.staging.unpack_archive import unpack
@@ -310,14 +310,3 @@ def test_archive_that_changes_while_it_is_unpacked_is_refused(tmp_path: Path, lo
     with pytest.raises(TorchrelayError, match=r"hostile\.tar was changed"), Stager(local, watch=change) as stager:
         stager.stage(archive)
     assert open_store(local).entries() == []
-
-
-def test_stop_while_an_archive_is_unpacked_leaves_nothing(tmp_path: Path, local: Path) -> None:
-    archive = tar_of(member("large", bytes(64 * MB)))(tmp_path)
-    stop = pytest.raises(StagingStopped)
-    with (
-        stop,
-        Stager(local, watch=lambda progress: progress is not None and progress.activity == "unpacking") as stager,
-    ):
-        stager.stage(archive)
-    assert [path.name for path in (local / f"torchrelay-{os.getuid()}").iterdir()] == ["locks"]

@@ -201,14 +201,6 @@ def test_an_image_without_its_label_file_is_missed(tmp_path: Path) -> None:
         check_data(data)
 
 
-@pytest.mark.parametrize(
-    "names", [("Train", "Validation", "test"), ("TRAIN", "Valid", "Test"), ("train", "val", "TEST")]
-)
-def test_the_parts_of_a_folder_may_be_written_in_other_ways(tmp_path: Path, names: tuple[str, ...]) -> None:
-    layout = check_data(make_folder(tmp_path / "data", parts=names, per_class=1))
-    assert [part and part.name for part in (layout.train, layout.val, layout.test)] == list(names)
-
-
 def test_a_part_in_two_spellings_is_not_chosen_from(tmp_path: Path) -> None:
     data = make_folder(tmp_path / "data", parts=("train", "val", "Validation"), per_class=1)
     with pytest.raises(UserError, match=f"which has {data}/Validation and {data}/val: keep only one of them"):

@@ -177,13 +177,22 @@ def as_a_program(run_dir: Path, attempt: str, **environment: str) -> None:
     sys.exit(preflight.main(str(run_dir), attempt))
 
 
+def test_rank_that_must_use_a_gpu_finds_its_node_bad(start: Starter) -> None:
+    run = start.directory / "run"
+    ranks = start(prepare=partial(as_a_program, run, "1", TORCHRELAY_DEVICE="cuda", CUDA_VISIBLE_DEVICES=""))
+    assert ranks.wait() == [EXIT_BAD_NODE]
+    assert re.search(
+        "^error: local rank 0 on .* cannot use the GPU that was asked for .*: ", ranks.output(), re.MULTILINE
+    )
+    assert not run.exists()
+
+
 def test_the_preflight_is_a_program_of_its_own(start: Starter) -> None:
     run = start.directory / "run"
     run.mkdir()
     ranks = start(world_size=2, prepare=partial(as_a_program, run, "3"))
     assert ranks.wait() == [0, 0], ranks.output()
-    [line] = [line for line in ranks.output().splitlines() if "[Gloo]" not in line]
-    assert line.startswith("preflight: 2 ranks on CPU, all-reduce ")
+    assert "\npreflight: 2 ranks on CPU, all-reduce " in f"\n{ranks.output()}"
     [event] = events(run, "preflight")
     assert (event["attempt"], event["world_size"], event["device"]) == (3, 2, "CPU")
     assert assert_typed(RunDir(run).events) == {"preflight", "software"}

@@ -54,15 +54,6 @@ def test_attempts_of_a_history() -> None:
     assert second.members == ("c", "d")
 
 
-def test_attempt_has_what_its_claim_says() -> None:
-    first, second = attempts_of([changed(HISTORY[1], port=5, addresses=("10.0.0.1",)), HISTORY[-2]])
-    assert (first.attempt, first.job_id, first.restart, first.secret) == (1, "7", 0, "aa")
-    assert (first.port, first.addresses, first.members) == (5, ("10.0.0.1",), ("a", "b"))
-    assert (second.port, second.addresses, second.history) == (1, (), ())
-    unknown = (second.first_step, second.last_step, second.interrupted_at, second.failed_at, second.resumed)
-    assert {*unknown, second.detail, second.signature} == {None}
-
-
 def test_attempts_are_in_the_order_of_their_numbers_whatever_the_clocks_say() -> None:
     late_claim = changed(HISTORY[1], time=99.0)
     events = [*HISTORY[2:], late_claim, train_started(100.0, 3, attempt=7)]

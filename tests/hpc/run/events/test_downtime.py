@@ -136,18 +136,6 @@ def test_attempt_that_ended_without_reporting_is_noticed_by_the_next(tmp_path: P
     )
 
 
-def test_lost_node_failed_when_it_was_last_heard_of(tmp_path: Path) -> None:
-    (found,) = interruptions(
-        tmp_path,
-        *FIRST,
-        event("node_lost", 35.0, attempt=1, node="b", last_heard=31.0, detail="no word for 4 s"),
-        interruption(35.2, "node_failure", step=60, failed_at=None, round=1),
-    )
-    assert (found.failed_at, found.node) == (31.0, "b")
-    assert found.seconds["notice"] == pytest.approx(4.2)
-    assert found.seconds["total"] is None, "the ranks have not started yet"
-
-
 def test_second_failure_before_the_ranks_are_back_has_the_steps_of_both(tmp_path: Path) -> None:
     first, second = interruptions(
         tmp_path,
@@ -180,18 +168,6 @@ def test_interruption_that_ended_the_attempt_after_all_is_one(tmp_path: Path) ->
 def test_last_end_is_an_interruption_if_the_run_should_go_on(tmp_path: Path, cause: str, interrupted: bool) -> None:
     found = interruptions(tmp_path, *FIRST, attempt_ended(40.0, cause, step=60, failed_at=39.0))
     assert [interruption.cause for interruption in found] == [cause] * interrupted
-
-
-def test_end_after_too_many_failures_is_none(tmp_path: Path) -> None:
-    failure = {"cause": "crashed", "step": 60, "signature": "1: KeyError"}
-    found = interruptions(
-        tmp_path,
-        *FIRST,
-        interruption(40.0, failed_at=39.0, **failure),
-        started(45.0, step=60),
-        attempt_ended(46.0, failed_at=45.0, **failure),
-    )
-    assert [interruption.recorded_at for interruption in found] == [40.0]
 
 
 def test_summary_has_the_interruptions(tmp_path: Path) -> None:

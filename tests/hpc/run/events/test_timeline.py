@@ -10,8 +10,6 @@ from support.events import (
     claimed,
     first_step,
     interruption,
-    resubmitted,
-    resumed,
     submitted,
     train_started,
 )
@@ -72,12 +70,9 @@ def test_periods_follow_each_other_from_the_submission_to_the_end() -> None:
 @pytest.mark.parametrize(
     ("until", "last"),
     [
-        (0.5, ("queue", 0, 0.5, None)),
         (5, ("startup", 1, 5, None)),
-        (50, ("training", 10, 50, None)),
         (135, ("recovery", 130, 135, 1)),
         (290, ("queue", 234, 290, 2)),
-        (305, ("recovery", 300, 305, 2)),
     ],
 )
 def test_a_run_that_goes_on_is_in_its_last_period(until: float, last: tuple[str, float, float, int | None]) -> None:
@@ -90,15 +85,6 @@ def test_a_script_of_the_users_own_has_no_startup() -> None:
     assert found[:2] == [("queue", 0, 1, None), ("training", 1, 130, None)]
     assert ("queue", 234, 300, 2) in found
     assert found[-1] == ("training", 300, 505, None)
-
-
-def test_pause_before_a_resumption_is_neither_queue_nor_recovery() -> None:
-    events = sorted([*events_until(505), resumed(290.0), resubmitted(292.0)], key=lambda event: event.time)
-    found = short(periods(events, 505))
-    assert [one for one in found if one[3] == 2] == [
-        ("recovery", 290, 292, 2), ("queue", 292, 300, 2), ("recovery", 300, 310, 2),
-    ]  # fmt: skip
-    assert gpu_seconds(events, 505)["recovering"] == 2 * (10 + 10), "the nodes belonged to others meanwhile"
 
 
 def test_gpu_hours_by_part() -> None:

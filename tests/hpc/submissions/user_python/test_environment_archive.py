@@ -15,6 +15,7 @@ from support.staging_nodes import stage
 
 from hpc.base.errors import TorchrelayError
 from hpc.run.rundir import RunDir
+from hpc.submissions.user_python import environment_archive
 from hpc.submissions.user_python.environment_archive import DIRECTORY, find_or_make
 from jobs.ranks.round import activated_environment
 
@@ -99,6 +100,14 @@ def left(runs_dir: Path) -> list[str]:
 
 
 # A submission that waits for a line before it packs its first file.
+def test_archive_of_a_faster_submission_stays(venv: Path, tmp_path: Path) -> None:
+    archive = pack(venv, tmp_path)
+    before = archive.stat().st_ino
+    environment_archive._make(described(venv), archive)
+    assert archive.stat().st_ino == before
+    assert left(tmp_path) == [archive.name]
+
+
 def test_unfinished_archives_are_removed_once_they_are_old(venv: Path, tmp_path: Path) -> None:
     (tmp_path / DIRECTORY).mkdir(mode=0o700)
     old, new = (tmp_path / DIRECTORY / f".{name}.tar.zst.tmp" for name in ("old", "new"))

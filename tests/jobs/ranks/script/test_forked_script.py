@@ -179,23 +179,6 @@ def test_script_starts_processes_as_elsewhere(code: Path, program: tuple[str, ..
     assert forked == plain
 
 
-# As `relay` handles it. In a plain process, one of the pools would never end.
-POOLS = """
-import multiprocessing, signal
-signal.signal(signal.SIGTERM, lambda *_: None)
-for _ in range(20):
-    with multiprocessing.get_context("fork").Pool(2) as pool:
-        pool.map(abs, [-1, -2])
-print("all pools have ended")
-"""
-
-
-def test_pools_of_a_script_that_handles_sigterm_end(code: Path) -> None:
-    (code / "train.py").write_text(POOLS)
-    exit_code, log = run_forked(code, str(code / "train.py"))
-    assert (exit_code, log.splitlines()[-1]) == (0, "all pools have ended")
-
-
 ENDS = ["", "sys.exit()", "sys.exit(3)", "sys.exit('no data')", "def f(): raise ValueError('no luck')\nf()", "1 +"]
 
 
