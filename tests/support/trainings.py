@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
 _TIMEOUT_SECONDS = 300
 slow = partial(pytest.param, marks=pytest.mark.slow)
-needs_no_gpu_driver = pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a driver of GPUs")
 needs_compiler = pytest.mark.skipif(not (shutil.which("cc") and shutil.which("c++")), reason="needs a C++ compiler")
 # The fixture `ask`: runs a program with arguments, and returns its exit code, stdout and stderr.
 Ask = Callable[..., tuple[int, str, str]]

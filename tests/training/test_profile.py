@@ -7,14 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.cluster import checked_json
 from support.trainings import Ask, Starter, lines
 
 from training import profile
-from training.config.train_config import TrainConfig
-from training.data.batch_schedule import BatchRequest
-from training.data.build import synthetic_data
 from training.profile import Costs
 
 
@@ -28,19 +24,6 @@ def test_a_training_on_generated_images_needs_no_data(start: Starter, tmp_path: 
     assert card["image_shape"] == [3, 8, 8]
 
 
-def test_generated_images_are_of_the_models_size_and_as_many_as_asked_for() -> None:
-    data = synthetic_data(TrainConfig(synthetic=True, model="resnet50", batch_size=1500), 16)
-    assert (len(data.classes), len(data.train)) == (1000, 150_000)
-    for indices in ((7,), tuple(range(1024)), tuple(range(3, 1503))):
-        batch = data.train[BatchRequest(indices=indices, epoch=0)]
-        assert batch.images.shape == (len(indices), 3, 16, 16)
-        assert batch.images.dtype == torch.uint8
-        assert batch.labels.tolist() == [index % 1000 for index in indices]
-    again = synthetic_data(TrainConfig(synthetic=True, model="resnet50", batch_size=1500), 16)
-    few = BatchRequest(indices=(1, 2), epoch=0)
-    assert torch.equal(again.train[few].images, data.train[few].images)
-
-
 COSTS = Costs(step=10, loading=1, decode=None, augment=None, copy=None, compute=5, all_reduce=None)
 
 
@@ -48,10 +31,8 @@ COSTS = Costs(step=10, loading=1, decode=None, augment=None, copy=None, compute=
     ("costs", "workers", "part"),
     [
         ({}, 2, "compute"),
-        ({"all_reduce": 6}, 2, "all_reduce"),
         ({"copy": 7, "all_reduce": 6}, 2, "copy"),
         ({"loading": 20, "decode": 14, "augment": 6}, 2, "decode"),
-        ({"loading": 20, "decode": 6, "augment": 14}, 2, "augment"),
         ({"loading": 20, "decode": 1, "augment": 1}, 2, "loading"),
         ({"loading": 8, "copy": 4, "augment": 8}, 2, "compute"),
         ({"loading": 8, "copy": 4, "augment": 8}, 0, "augment"),
@@ -86,15 +67,3 @@ def test_the_parts_of_a_training_are_measured(
     assert all(result["milliseconds"][name] > 0 for name in known - {"augment"})
     assert result["bottleneck"] in profile.ADVICE
     assert list(tmp_path.glob("torchrelay-*")) == []
-
-
-@pytest.mark.usefixtures("one_thread")
-def test_the_measurements_are_printed_for_people(idx_data: Path, ask: Ask) -> None:
-    code, printed, _ = ask(*FLAGS, f"--data={idx_data}", program=profile.main)
-    assert code == 0
-    assert "small-cnn, 8 images per step, 1 rank on CPU, 0 loader workers per rank" in printed
-    assert "forward, backward, optimizer" in printed
-    assert "\nto change it: " in printed
-    wrong = ("--synthetic", "--seconds=0")
-    assert ask(*wrong, program=profile.main) == (2, "", "error: --seconds is 0: use more than 0\n")
-    assert documented(*ask(*wrong, "--json", program=profile.main))["error"] == "--seconds is 0: use more than 0"

@@ -5,11 +5,10 @@ import time
 from functools import partial
 from pathlib import Path
 
-import pytest
 from support.relay_script import agent_variables
 from support.trainings import Starter, lines, run_forked
 
-from hpc.run.events.ledger import SucceededError, check_is_newest, claim_file
+from hpc.run.events.ledger import claim_file
 from hpc.run.rundir import RunDir
 
 # 193 images: 19 steps an epoch.
@@ -38,17 +37,6 @@ def written(run: RunDir) -> dict[str, bytes]:
     directories = (run.train_metrics.parent, run.checkpoints, run.best, run.final)
     files = [path for directory in directories for path in directory.rglob("*") if path.is_file()]
     return {str(path.relative_to(run.path)): path.read_bytes() for path in files}
-
-
-def test_the_newest_attempt_alone_may_write(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    run.events.mkdir()
-    claim(run, 1)
-    check_is_newest(run, 1)
-    claim(run, 2)
-    with pytest.raises(SucceededError, match=r"attempt 2 of run .* has begun: attempt 1 writes nothing more"):
-        check_is_newest(run, 1)
-    check_is_newest(run, 2)
 
 
 def test_checkpoint_and_metrics_that_come_after_the_next_attempt_are_not_published(

@@ -89,12 +89,6 @@ def test_images_that_no_part_uses_are_told(tmp_path: Path) -> None:
     )
 
 
-def test_packed_data_may_be_in_one_directory_of_an_archive(tmp_path: Path, packed_data: Path) -> None:
-    shutil.copytree(packed_data, tmp_path / "packed")
-    leave_behind(tmp_path, ("__MACOSX/packed/._x",))
-    assert find_data(tmp_path) == tmp_path / "packed"
-
-
 def test_images_below_a_class_directory_are_its_own_as_in_image_folder(tmp_path: Path) -> None:
     data = make_folder(tmp_path / "data", parts=(".",), per_class=4)
     deep = data / "red" / "a" / "b.jpg"  # a directory
@@ -110,15 +104,6 @@ def test_images_below_a_class_directory_are_its_own_as_in_image_folder(tmp_path:
     found = zip(index.parts["train"].names.tolist(), index.parts["train"].labels.tolist(), strict=True)
     expected = [(os.path.relpath(path, data).encode(), label) for path, label in reference.samples]
     assert sorted(found) == sorted(expected)
-
-
-def test_a_class_without_images_is_told(tmp_path: Path) -> None:
-    data = make_folder(tmp_path / "data", per_class=1)
-    (data / "train" / "violet" / "below").mkdir(parents=True)
-    shutil.rmtree(data / "test" / "red")
-    wanted = {"train": "class violet", "val": "class violet", "test": "the classes red, violet"}
-    warnings = [f"{data / part} has no images of {what}: add some, or remove it" for part, what in wanted.items()]
-    assert check_classes(check_data(data)) == warnings
 
 
 @pytest.mark.parametrize("part", ["val", "test"])

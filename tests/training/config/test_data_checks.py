@@ -5,7 +5,7 @@ import pytest
 from support.trainings import make_folder, make_idx
 
 from hpc.base.errors import UserError
-from training.config.data_checks import check_data_on_device, class_warnings, pack_size
+from training.config.data_checks import class_warnings, pack_size
 from training.config.train_config import TrainConfig
 
 
@@ -14,16 +14,6 @@ def photos(tmp_path: Path) -> Path:
     (tmp_path / "red").mkdir()
     (tmp_path / "red" / "1.jpg").touch()
     return tmp_path
-
-
-def test_an_image_folder_cannot_be_on_the_device(photos: Path) -> None:
-    train = TrainConfig(data=str(photos), data_on_device="on")
-    with pytest.raises(
-        UserError, match=r"--data-on-device is on, but the images of .* are cropped on the CPU: use auto, or leave"
-    ):
-        check_data_on_device(train)
-    check_data_on_device(TrainConfig(data=str(photos)))
-    check_data_on_device(TrainConfig(synthetic=True, data_on_device="on"))
 
 
 def warnings_of(data: Path) -> list[str]:

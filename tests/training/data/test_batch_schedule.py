@@ -28,17 +28,6 @@ def test_an_epoch_uses_no_image_twice_and_leaves_out_less_than_a_batch() -> None
     assert set(first) != set(second)
 
 
-def test_order_is_a_matter_of_the_seed_and_the_epoch() -> None:
-    orders = [
-        make_schedule(samples=100, batch_size=100, epochs=2, seed=seed).batch(step)
-        for seed in (4, 5)
-        for step in (1, 2)
-    ]
-    assert all(sorted(order) == list(range(100)) for order in orders)
-    assert len({tuple(order) for order in orders}) == 4
-    assert make_schedule(samples=100, batch_size=100, epochs=9, seed=4).batch(2) == orders[1]
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 def test_repetitions_of_an_image_are_other_samples_in_the_same_batch_at_any_number_of_ranks(world_size: int) -> None:
     schedule = make_schedule(samples=101, batch_size=20, epochs=3, seed=4, samples_per_group=2, repetitions=4)

@@ -20,8 +20,6 @@ OPTIONS: list[dict[str, Any]] = [
     {},
     {"crop": "padded", "flip": "on"},
     {"crop": "none", "flip": "on", "random_erasing": 0.5},
-    {"flip": "on", "random_erasing": 0.7},
-    {"crop": "padded", "flip": "off", "random_erasing": 0.3},
 ]
 
 

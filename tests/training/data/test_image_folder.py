@@ -115,9 +115,3 @@ def test_the_box_of_a_reduced_image_is_that_of_the_whole_image() -> None:
     reduced = torch.zeros(94, 125, 3, dtype=torch.uint8)
     reduced[19:] = 1
     assert bool((crop.of(reduced, (HEIGHT, WIDTH)) == 1).all()), "the lower 75 of 94 rows"
-
-
-def test_no_crop_is_enlarged_from_a_reduced_image() -> None:
-    crop = Crop(box=lambda height, _: (0, 0, height // 5, height // 5), size=(64, 64))
-    assert crop.enough_of(375, 500) == (375, 500)
-    assert crop.enough_of(3750, 5000) == (640, 854)

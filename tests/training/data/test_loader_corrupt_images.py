@@ -10,7 +10,7 @@ from support.trainings import load, make_folder
 
 from hpc.base.errors import UserError
 from training.data.batch_schedule import BatchRequest
-from training.data.loader import Batch, ImageSource, load_batches
+from training.data.loader import Batch, ImageSource
 
 NO_IMAGES = {"truncated": None, "empty": b"", "no image": b"hello", "a decompression bomb": b"P6 30000 30000 255\n"}
 
@@ -68,16 +68,6 @@ def test_all_corrupt_images_on_the_way_are_reported_once_and_the_first_comes_aft
     assert batch.labels.tolist() == [0, 0, 0]
     assert torch.equal(batch.images[0], batch.images[2])
     assert torch.equal(batch.images[1], batch.images[2])
-
-
-def test_the_replacement_is_the_same_in_every_worker(data: Path) -> None:
-    for name in ("3.png", "4.jpg"):
-        spoil(data / "green" / name)
-    source = load(data, val_split=0.0).train
-    requests = [BatchRequest(indices=(place, place + 1), epoch=2) for place in range(0, 26, 2)]
-    with load_batches(source, requests, 2, pin_memory=False) as batches:
-        for request, batch in zip(requests, batches, strict=True):
-            assert all(map(torch.equal, batch, source[request]))
 
 
 def test_too_many_corrupt_images_in_a_row_end_it_with_the_name_of_the_first(data: Path) -> None:

@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.trainings import Starter, agree_at_each_step, events, lines, make_folder, result, slow
+from support.trainings import Starter, agree_at_each_step, events, lines, result, slow
 
 from hpc.base.errors import EXIT_DIVERGED
 from hpc.commands.start.submit import main as submit
-from training.config.train_config import TrainConfig
-from training.engine.early_stopping import out_of_patience
-from training.runtime.train_progress import Progress
 
 # 193 images: 9 steps an epoch. A rate so small that the validation accuracy stays the same.
 STILL = ("--lr=1e-30", "--weight-decay=0", "--batch-size=20", "--log-every=4", "--epochs=30")
@@ -26,13 +23,6 @@ def validations(run_dir: Path) -> list[int]:
 
 
 # --- patience ---
-
-
-def test_patience_is_counted_from_the_best_epoch() -> None:
-    config = TrainConfig(data="x", early_stopping_patience=3)
-    ended = [epoch for epoch in range(4, 10) if out_of_patience(config, Progress(best_epoch=4, evaluated_epochs=epoch))]
-    assert ended == [7, 8, 9]
-    assert not out_of_patience(TrainConfig(data="x"), Progress(evaluated_epochs=100))
 
 
 def test_a_training_that_does_not_improve_ends_and_is_complete(start: Starter) -> None:
@@ -193,13 +183,3 @@ def test_the_step_with_a_nan_loss_is_right_in_a_resumed_attempt(start: Starter) 
     assert "the loss is nan since step 13" in training.output()
     # What was saved before is there, to go on from with other flags.
     start.complete(*flags, "--lr=0.01")
-
-
-def test_images_of_a_folder_are_recorded_by_file_name(start: Starter, tmp_path: Path) -> None:
-    start.data = make_folder(tmp_path / "photos", parts=("train",))
-    flags = ("--epochs=1", "--batch-size=5", "--num-workers=0", "--image-size=16", "--lr=1e30", "--warmup-epochs=0")
-    training = start(*flags)
-    assert training.wait() == [EXIT_DIVERGED], training.output()
-    images = json.loads((training.run_dir / "diverged.json").read_text())["images"]
-    assert len(images) == 5
-    assert all(name.endswith((".jpg", ".png")) for name in images)

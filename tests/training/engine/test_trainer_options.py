@@ -1,16 +1,13 @@
 """What each option of the optimisation does, against torch's own or torchvision's where they have the same."""
 
-import json
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from support.trainings import Starter, events, final, losses
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torchrelay.checkpoint_files import list_checkpoints
 
 from hpc.commands.start.submit import main as submit
 from hpc.run.rundir import RunDir
@@ -65,15 +62,6 @@ def test_the_moving_average_forgets_the_first_weights_quickly() -> None:
     for step in range(1, 101):
         ema.update(step)
     assert float(ema.model.weight) > 0.99
-
-
-def test_the_moving_average_is_evaluated_and_kept(start: Starter) -> None:
-    run = start.complete("--epochs=2", "--batch-size=20", "--ema-decay=0.9").run_dir
-    state = load_file(list_checkpoints(run / "checkpoints")[0] / "state.safetensors")
-    for name, value in final(run).items():
-        assert torch.equal(value, state[f"ema/{name}"])
-        assert not torch.equal(value, state[f"model/{name}"])
-    assert json.loads((run / "final" / "result.json").read_text())["weights"] == "moving average"
 
 
 @pytest.mark.parametrize("amp", ["none", "fp16"])

@@ -40,24 +40,6 @@ def assert_whole_history(run_dir: Path) -> None:
     assert evaluations == [(1, "val"), (2, "val"), (3, "val"), (3, "test")]
 
 
-def test_signals_after_the_first_have_no_effect(start: Starter) -> None:
-    training = start(*FLAGS, world_size=2)
-    training.wait_for_step(5)
-    training.send(signal.SIGUSR2, 1)
-    for _ in range(20):
-        training.send(signal.SIGTERM)
-        training.send(signal.SIGUSR2)
-    assert training.wait() == [0, 0], training.output()
-    [stopped] = events(training.run_dir, "train_stopped")
-    assert stopped["signal"] in {"SIGTERM", "SIGUSR2"}
-    # On a busy machine, the signals come after an epoch.
-    of_epochs = [step for step in (19, 38) if step < stopped["step"]]
-    saved = [event["step"] for event in events(training.run_dir, "checkpoint_saved")]
-    assert saved == [*of_epochs, stopped["step"]]
-    start.complete(*FLAGS, world_size=2)
-    assert_whole_history(training.run_dir)
-
-
 def evaluate_slowly() -> None:
     """In a rank: validate slowly, in many small batches."""
     from training.data.batch_schedule import BatchRequest, evaluation_requests
@@ -81,16 +63,6 @@ def test_a_stop_in_a_validation_does_not_wait_for_its_end(start: Starter) -> Non
     assert events(training.run_dir, "train_stopped")[0]["step"] == 19
     assert len(events(training.run_dir, "checkpoint_saved")) == 1, "there was nothing new to save"
     start.complete(*FLAGS, world_size=2)
-    assert_whole_history(training.run_dir)
-
-
-def test_the_next_attempt_repeats_a_test_that_was_stopped(start: Starter) -> None:
-    training = start(*FLAGS, prepare=evaluate_slowly)
-    training.wait_until(lambda: len(lines(training.run_dir / "metrics" / "eval.jsonl")) == 3)
-    training.send(signal.SIGUSR2)
-    assert training.wait() == [0], training.output()
-    assert not (training.run_dir / "final").exists()
-    start.complete(*FLAGS)
     assert_whole_history(training.run_dir)
 
 
@@ -127,24 +99,6 @@ def test_a_signal_while_torch_is_being_imported_is_remembered(idx_data: Path, tm
     [stopped] = events(tmp_path / "run", "train_stopped")
     assert stopped["step"] < 3
     assert "stopped by SIGTERM" in output
-
-
-@pytest.mark.slow
-def test_torchrun_forwards_the_signal(start: Starter) -> None:
-    run = start.directory / "run"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
-    argv = [*torchrun, "--rdzv-endpoint=localhost:0", "-m", "training", f"--data={start.data}", f"--run-dir={run}"]
-    with subprocess.Popen([*argv, *FLAGS], stderr=subprocess.DEVNULL) as process:
-        while not trained_steps(run):
-            assert process.poll() is None
-            time.sleep(0.01)
-        process.send_signal(signal.SIGTERM)
-        process.wait()
-    [stopped] = events(run, "train_stopped")
-    assert not (run / "final").exists()
-    start.complete(*FLAGS, "--attempt=2", world_size=2)
-    assert events(run, "train_started")[1]["step"] == stopped["step"]
-    assert_whole_history(run)
 
 
 def test_a_kill_loses_only_the_steps_since_the_last_checkpoint(start: Starter) -> None:

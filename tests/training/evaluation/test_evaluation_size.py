@@ -23,8 +23,6 @@ from training.config.evaluation_task import EvaluationTask
 from training.config.rules import parse_crop_pct
 from training.config.train_config import Interpolation, TrainConfig
 from training.data.batch_schedule import BatchRequest
-from training.data.dataset import ImageDataset
-from training.data.image_folder import as_rgb
 from training.data.loader import ImageSource
 from training.data.transforms.crop import CenterCrop
 from training.engine.evaluation_run import fitting, open_data
@@ -87,15 +85,6 @@ def test_an_evaluation_shows_the_pixels_of_torchvisions_presets(
         image = photograph.resize(size)
         expected = (preset(image) * 255).round().to(torch.uint8)
         assert torch.equal(shown.of(torch.from_numpy(np.array(image))), expected), size
-
-
-@pytest.mark.parametrize("interpolation", get_args(Interpolation))
-def test_the_images_of_an_evaluation_are_read_with_its_crop(folder_data: Path, interpolation: Interpolation) -> None:
-    data = load(folder_data, image_size=16, eval_image_size=24, eval_crop_pct="24/28", interpolation=interpolation)
-    assert isinstance(data.test, ImageDataset)
-    photograph = torch.from_numpy(np.array(as_rgb(Image.open(data.test.name(0)))))
-    expected = CenterCrop(size=(24, 24), crop_pct=24 / 28, interpolation=interpolation).of(photograph)
-    assert torch.equal(look(data.test, None)[0], expected)
 
 
 def test_another_evaluation_prepares_images_as_the_model_card_says(folder_data: Path, group: ProcessGroup) -> None:

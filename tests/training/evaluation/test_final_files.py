@@ -21,7 +21,6 @@ from hpc.base.git import git_revision
 from hpc.run.rundir import RunDir
 from training.config.train_config import TrainConfig
 from training.data.in_memory import read_idx_pair
-from training.engine.loss_meter import LossMeter
 from training.evaluation.evaluator import Evaluation
 from training.evaluation.final_files import classes_csv, confusion_csv
 from training.evaluation.validation import learned_nothing, tables_of
@@ -29,7 +28,6 @@ from training.inference.classifier import load_classifier
 from training.inference.model_card import read_card
 from training.monitoring.run_logger import RunLogger
 from training.runtime.console import Console
-from training.runtime.process_group import ProcessGroup
 from training.runtime.train_progress import Progress
 
 FLAGS = ("--epochs=3", "--batch-size=20", "--lr=0.05", "--log-every=4")
@@ -145,22 +143,6 @@ def test_the_most_frequent_class_is_the_bar(confusion: list[list[int]], nothing:
         loss=0.0, labels=labels, corrupt=(), predicted=predicted, probability=torch.zeros(0), top5_correct=0
     )
     assert (learned_nothing(TrainConfig(data="x"), ("cat", "dog"), test) is not None) is nothing
-
-
-def test_waiting_for_data_is_counted_once_the_clock_runs(group: ProcessGroup) -> None:
-    loss_meter = LossMeter(group)
-
-    def data_wait_share() -> float:
-        means = loss_meter.totals(0).means()
-        return means.data_wait_share if means else -1.0
-
-    loss_meter.add_wait(1.0)
-    loss_meter.begin_step()
-    assert data_wait_share() == 0, "the first batch is a part of getting ready"
-    loss_meter.add_wait(1e-6)
-    assert data_wait_share() > 0
-    loss_meter.restart()
-    assert data_wait_share() == 0
 
 
 # --- sample predictions ---

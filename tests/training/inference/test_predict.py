@@ -181,23 +181,17 @@ def test_unreadable_images_are_reported_and_the_others_predicted(colors: Path, t
     [
         (["{run}"], "there are no images: name files or directories after the model"),
         (["{run}", "{empty}"], "there are no images in {empty}: give files, or a directory with some"),
-        (["{run}", "x.png", "--top=0"], "--top is 0: use 1 or more"),
         (
             ["{empty}", "x.png"],
             "there is no model in {empty}: give a run that has validated or is complete, its final/",
         ),
         (["{torn}", "x.png"], "{torn} cannot be loaded ("),
-        (
-            ["{card}", "x.png"],
-            "{card} is not an exported model: give a run, its final/ or best/ directory, or a .pt2 or .onnx",
-        ),
     ],
 )
 def test_a_mistake_is_reported_in_one_line(
     digits: Path, tmp_path: Path, ask: Ask, arguments: list[str], message: str
 ) -> None:
     places = {"run": digits / "run", "empty": tmp_path / "empty", "torn": tmp_path / "torn.pt2"}
-    places["card"] = digits / "run" / "final" / "model.json"
     places["empty"].mkdir()
     places["torn"].write_bytes(b"PK")
     code, out, err = ask(*(argument.format(**places) for argument in arguments))
@@ -214,10 +208,6 @@ def test_a_mistake_is_reported_in_one_line(
         (
             ["--output={there}/none/m.pt2"],
             "--output is {there}/none/m.pt2, but {there}/none is not a directory: create it",
-        ),
-        (
-            ["--output={there}/m.pt2", "--data={there}/none"],
-            "--data is {there}/none, which does not exist: give a directory, fashion-mnist or digits (images for the",
         ),
         (
             ["--output={there}/m.pt2", "--data=digits"],

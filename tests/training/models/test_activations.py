@@ -64,21 +64,6 @@ def test_the_bits_are_the_same_and_less_is_kept(make: Callable[[], nn.Module], d
     assert model.state_dict().keys() == plain.state_dict().keys()
 
 
-@pytest.mark.usefixtures("one_thread")
-def test_each_block_is_computed_again_only_in_training() -> None:
-    model, calls = SmallResNet(8, 3, 3), list[str]()
-    checkpoint_activations(model)
-    for name, module in model.named_modules():
-        if name.endswith("conv1"):
-            module.register_forward_hook(lambda *_, name=name: calls.append(name))
-    step(model.train(), None)
-    assert len(calls) == 2 * len(set(calls)) == 6
-    calls.clear()
-    with torch.no_grad():
-        model.eval()(torch.rand(2, 3, 16, 16))
-    assert len(calls) == 3
-
-
 @pytest.mark.parametrize("strategy", ["ddp", slow("fsdp")])
 def test_a_training_may_compute_again_from_its_middle_on(start: Starter, strategy: str) -> None:
     flags = ("--model=resnet20", "--epochs=1", "--batch-size=90", f"--strategy={strategy}")

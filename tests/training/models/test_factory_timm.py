@@ -11,7 +11,7 @@ from torch import nn
 
 from hpc.base.errors import UserError
 from training.checkpoint.initial_weights import select_weights
-from training.config.model_names import check_model, models_of, resolve_weights
+from training.config.model_names import check_model, models_of
 from training.config.train_config import TrainConfig
 from training.engine.optim import decayed_names, layer_scales
 from training.inference import export
@@ -29,16 +29,6 @@ def test_without_timm_the_answer_is_what_to_install(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"--model timm:test_vit needs the package timm, .* type .*pip install .*timm"):
         check_model("timm:test_vit")
-
-
-def test_weights_by_a_name_are_refused() -> None:
-    with pytest.raises(UserError, match=r"--weights is 'in1k': for timm:test_vit give a file"):
-        resolve_weights("timm:test_vit", "in1k")
-
-
-def test_synchronised_normalization_is_refused() -> None:
-    with pytest.raises(UserError, match="--sync-bn cannot be combined with timm's models"):
-        TrainConfig(data="x", model="timm:test_resnet", sync_bn=True)
 
 
 def test_names_are_those_that_timm_itself_lists() -> None:

@@ -13,12 +13,11 @@ from typing import Any, get_args
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.trainings import Starter, Training, events, final, lines, losses, same, slow
+from support.trainings import Starter, Training, events, final, lines, losses, same
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torchrelay.checkpoint_files import STATE_VALUES, describe_file, list_checkpoints, step_of
-from torchrelay.saving.objects import capture
 from torchrelay.saving.restoring import read_state
 
 from hpc.base.errors import UserError
@@ -26,17 +25,13 @@ from hpc.run.nodedir import NodeDir
 from hpc.run.rundir import RunDir
 from training.checkpoint.snapshot import save_newest_as_checkpoint
 from training.config.train_config import Optimizer, TrainConfig
-from training.engine.launch import make_trainer
 from training.engine.optim import OPTIMIZERS
 from training.models.factory import build_model
 from training.models.fsdp import blocks
 from training.profile import main as profile
-from training.runtime.process_group import ProcessGroup
-from training.runtime.run_context import RunContext
 
 # 193 images for training: 9 steps of 20.
 FLAGS = ("--epochs=1", "--batch-size=20", "--log-every=1", "--lr=0.02", "--warmup-epochs=0.1")
-STEPS = 9
 FSDP = (*FLAGS, "--strategy=fsdp")
 # A busy machine writes a snapshot only every few steps.
 LONGER = (*FSDP, "--epochs=5")
@@ -109,52 +104,9 @@ def loaded_by_torch(checkpoint: Path) -> dict[str, Tensor]:
     return whole
 
 
-@pytest.fixture(scope="module")
-def uncut(idx_data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of a training that nothing interrupts."""
-    start = Starter(idx_data, tmp_path_factory.mktemp("uncut"))
-    return losses(start.complete(*FSDP, "--optimizer=adamw", "--lr=0.002", world_size=2).run_dir)
-
-
-@pytest.mark.parametrize(("before", "after"), [(2, 3), slow(2, 1), slow(1, 2)])
-def test_it_goes_on_with_another_number_of_ranks(start: Starter, uncut: list[float], before: int, after: int) -> None:
-    options = ("--optimizer=adamw", "--lr=0.002")
-    cut = start(*FSDP, *options, "--fault=stop@5:0", run="cut", world_size=before)
-    assert cut.wait() == [0] * before, cut.output()
-    resumed = start.complete(*FSDP, *options, run="cut", world_size=after)
-    assert f"resuming from checkpoint {newest_before(resumed, 1)}" in resumed.output()
-    assert losses(cut.run_dir) == pytest.approx(uncut, rel=2e-5)
-
-
 def newest_before(training: Training, attempt: int) -> str:
     """The checkpoint that an attempt, counted from 0, has begun with."""
     return str(events(training.run_dir, "train_started")[attempt]["restored_from"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [("ddp", "fsdp"), ("fsdp", "ddp")])
-def test_every_value_arrives_whoever_saved_it(start: Starter, before: str, after: str) -> None:
-    flags = ("--epochs=1", "--batch-size=60", *NORMALISED)
-    first = start.complete(*flags, f"--strategy={before}", world_size=3)
-    saved = final(first.run_dir)
-    (first.run_dir / "final").rename(start.directory / "kept")
-    again = start.complete(*flags, f"--strategy={after}", world_size=2)
-    assert newest_before(again, 1) == "step-00000003"
-    assert same(final(again.run_dir), saved)
-
-
-def test_one_rank_gets_all_that_three_have_saved(start: Starter, group: ProcessGroup) -> None:
-    settings = {"batch_size": 20, "epochs": 1, "optimizer": "adamw", "strategy": "fsdp"}
-    run = start.complete(*FSDP, "--optimizer=adamw", world_size=3).run_dir
-    config = TrainConfig(data=str(start.data), **settings)  # type: ignore[arg-type]  # any of its fields
-    trainer = make_trainer(RunContext(config=config, run_dir=RunDir(run), attempt=9, started=0.0), group)
-    trainer.stepper.warm_up(trainer.data.channels, trainer.data.size)
-    trainer.resume()
-    trainer.logger.close()
-    held = {name: part.tensor for name, part in capture(trainer.state.objects, STEPS, group).parts.items()}
-    assert {name.split("/")[0] for name in held} == {"model", "optimizer", "loss_meter"}
-    assert same(held, read_state(newest(run))[0])
-    assert trainer.state.progress.step == STEPS
 
 
 def test_a_rank_killed_in_the_middle_of_a_save_leaves_the_checkpoint_before(start: Starter) -> None:
@@ -233,19 +185,6 @@ def node(start: Starter, killed_once: Training) -> NodeDir:
     return NodeDir(shutil.copytree(killed_once.run_dir.with_name("node"), start.directory / "node"))
 
 
-@pytest.mark.usefixtures("cut")
-def test_each_rank_goes_on_from_the_snapshot_of_its_part(start: Starter, node: NodeDir) -> None:
-    whole = start.complete(*LONGER, run="whole", world_size=2)
-    names = {path.name for path in node.snapshots.iterdir()}
-    assert names == {"shard-00000-of-00002", "shard-00001-of-00002"}
-    again = start.complete(*LONGER, f"--node-dir={node.path}", world_size=2)
-    started = events(again.run_dir, "train_started")[1]
-    assert started["source"] == "snapshot"
-    assert started["step"] > 3
-    assert same(final(again.run_dir), final(whole.run_dir))
-    assert not list(node.snapshots.rglob("step-*"))
-
-
 def test_snapshots_are_of_no_use_if_a_part_is_lost(start: Starter, cut: Training, node: NodeDir) -> None:
     shutil.rmtree(node.snapshots / "shard-00001-of-00002")
     assert save_newest_as_checkpoint(node, RunDir(cut.run_dir)) is None, "an agent takes a part for the whole"
@@ -320,12 +259,6 @@ def nodes(start: Starter, lost_once: Training) -> Path:
     return Path(shutil.copytree(lost_once.run_dir.with_name("nodes"), start.directory / "nodes"))
 
 
-def empty(node: Path) -> None:
-    """A new node replaces this one."""
-    shutil.rmtree(node)
-    node.mkdir(mode=0o700)
-
-
 def test_a_copy_replaces_a_damaged_shard(start: Starter, nodes: Path) -> None:
     whole = start.complete(*LONGER, run="whole", world_size=3)
     for path in list_checkpoints(nodes / "1" / "snapshots" / "shard-00001-of-00003"):
@@ -336,14 +269,6 @@ def test_a_copy_replaces_a_damaged_shard(start: Starter, nodes: Path) -> None:
     assert started["source"] == "snapshot"
     assert started["step"] > 3
     assert same(final(again.run_dir), final(whole.run_dir))
-
-
-def test_two_lost_nodes_cost_the_steps_since_the_checkpoint(start: Starter, nodes: Path) -> None:
-    empty(nodes / "1")
-    empty(nodes / "2")
-    stopped = start(*LONGER, "--fault=stop@6:0", world_size=3, prepare=partial(own_node, nodes))
-    assert stopped.wait() == [0, 0, 0], stopped.output()
-    assert newest_before(stopped, 1) == "step-00000003"
 
 
 def killed_on_two_nodes(start: Starter, nodes: Path, prepare: Callable[[Path], None]) -> Training:
@@ -411,18 +336,6 @@ def test_shards_within_nodes_train_as_shards_over_all_of_them(start: Starter, on
     assert set(load_file(files[0])) > set(load_file(files[1])) > set()
 
 
-@pytest.mark.slow
-def test_they_go_on_exactly_and_with_fewer_ranks_in_a_row(start: Starter, on_nodes: Path) -> None:
-    nodes = (*FSDP, *CLIPPED, "--fsdp-sharding=hybrid")
-    cut = start(*nodes, "--fault=stop@5:3", run="cut", world_size=4, prepare=two_nodes)
-    assert cut.wait() == [0] * 4, cut.output()
-    shutil.copytree(cut.run_dir, start.directory / "row")
-    start.complete(*nodes, run="cut", world_size=4, prepare=two_nodes)
-    assert same(final(cut.run_dir), final(on_nodes))
-    row = start.complete(*FSDP, *CLIPPED, run="row", world_size=3).run_dir
-    assert losses(row) == pytest.approx(losses(on_nodes), rel=2e-5)
-
-
 def test_nodes_of_different_sizes_are_refused(start: Starter) -> None:
     training = start(*FSDP, "--fsdp-sharding=hybrid", world_size=3, prepare=uneven_nodes)
     assert training.wait() == [2, 2, 2], training.output()
@@ -436,9 +349,6 @@ def test_nodes_of_different_sizes_are_refused(start: Starter) -> None:
     ("settings", "message"),
     [
         ({"ema_decay": 0.9}, "--strategy fsdp cannot be combined with --ema-decay: leave one out"),
-        ({"sync_bn": True}, "--strategy fsdp cannot be combined with --sync-bn: leave one out"),
-        ({"compile": True}, "--strategy fsdp cannot be combined with --compile: leave one out"),
-        ({"compress_gradients": "bf16"}, "--strategy fsdp cannot be combined with --compress-gradients: leave one out"),
         (
             {"amp": "fp16"},
             "--strategy fsdp cannot be combined with --amp fp16, because it does not scale the loss: use --amp bf16",
@@ -493,11 +403,3 @@ def test_torch_can_shard_the_optimizers_that_are_fused_on_gpus(start: Starter, n
     # Adam divides by roots of sums, which on some processors the two kernels round differently.
     plain = start.complete(*flags, run="plain", world_size=2).run_dir
     assert losses(whole) == pytest.approx(losses(plain), rel=1e-3)
-
-
-def test_torch_cannot_shard_the_fused_sgd(start: Starter) -> None:
-    """Should that change, `training.engine.optim` need not leave it out."""
-    training = start(*FSDP, world_size=2, prepare=fused)
-    assert training.wait() == [1, 1], training.output()
-    message = "NotImplementedError: Operator aten._fused_sgd_.default does not have a sharding strategy"
-    assert message in training.output()

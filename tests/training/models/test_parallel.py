@@ -1,7 +1,6 @@
 """What is put around a model for its training does what it says, and changes nothing else."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,12 +8,11 @@ from support.trainings import needs_compiler, trainer_with
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
-from torch._inductor.exc import GPUTooOldForTriton, TritonMissing
 from torch.nn.parallel import DistributedDataParallel
 
 from training.config.train_config import TrainConfig
 from training.engine.trainer import Trainer
-from training.models.parallel import compile_training, compiler_error, wrap_for_training
+from training.models.parallel import compile_training, wrap_for_training
 from training.runtime.process_group import ProcessGroup, SharedError
 
 
@@ -92,13 +90,6 @@ def test_a_compiler_that_is_missing_is_said_in_one_line(group: ProcessGroup, idx
     without = inductor.patch({"cpp.cxx": ("no-such-compiler",)})
     with without, pytest.raises(SharedError, match=r"--compile does not work here: .*no-such-compiler"):
         trainer.stepper.warm_up(1, 12)
-
-
-def test_a_triton_that_is_missing_or_too_new_for_the_gpu_is_said_in_one_line() -> None:
-    assert compiler_error(TritonMissing(None)).startswith("Cannot find a working triton installation.")
-    old_gpu = SimpleNamespace(name="Tesla P100", major=6, minor=0)
-    assert compiler_error(GPUTooOldForTriton(old_gpu, None)).startswith("Found Tesla P100 which is too old")
-    assert compiler_error(RuntimeError("CUDA error: an illegal memory access was encountered")) == ""
 
 
 @pytest.mark.parametrize(("cores", "processes"), [(3, 3), (64, 32), (0, 1)])

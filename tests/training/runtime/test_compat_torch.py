@@ -57,11 +57,3 @@ def test_workers_of_a_loader_can_still_be_ended() -> None:
 @pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm])
 def test_all_batch_norms_still_have_one_base(kind: type[nn.Module]) -> None:
     assert issubclass(kind, compat.BatchNorm), f"{kind.__name__} would be left out (training/runtime/compat.py)"
-
-
-def test_tensors_are_copied_and_averaged_in_place() -> None:
-    averages, values = [torch.zeros(2), torch.ones(3)], [torch.ones(2), torch.zeros(3)]
-    compat.average_each(averages, values, 0.25)
-    assert [tensor.tolist() for tensor in averages] == [[0.25] * 2, [0.75] * 3]
-    compat.copy_each(averages, values)
-    assert [tensor.tolist() for tensor in averages] == [[1.0] * 2, [0.0] * 3]

@@ -15,10 +15,6 @@ def test_random_bits_are_those_of_splitmix64() -> None:
     assert [value % 2**64 for value in bits(1234567, torch.arange(4)).tolist()] == expected
 
 
-def test_any_random_number_can_be_asked_for_alone() -> None:
-    assert bits(KEY, torch.tensor([57])) == bits(KEY, torch.arange(100))[57]
-
-
 def test_purposes_keep_their_numbers() -> None:
     names = ("WEIGHTS", "HOLD_OUT", "ORDER", "AUGMENTATION", "STEP", "MIX", "CUT", "ERASE")
     assert {purpose.name: purpose.value for purpose in Purpose} == {name: place for place, name in enumerate(names, 1)}
@@ -40,20 +36,3 @@ def test_number_without_tensors_is_the_same(seed: int) -> None:
     key = derive_key(seed, Purpose.MIX)
     numbers = [value % 2**64 // 2**11 / 2**53 for value in bits(key, torch.arange(20)).tolist()]
     assert [rand_float(key, place) for place in range(20)] == numbers
-
-
-def test_random_numbers_are_spread_evenly() -> None:
-    key = derive_key(0, Purpose.ORDER, 0)
-    values = uniform(key, torch.arange(100_000))
-    assert values.min() >= 0
-    assert values.max() < 1
-    assert abs(values.mean() - 0.5) < 0.005
-    counts = torch.bincount(rand_int(key, torch.arange(100_000), 5))
-    assert counts.tolist() == pytest.approx([20_000] * 5, rel=0.03)
-
-
-def test_orders_are_permutations_that_differ_between_epochs_seeds_and_purposes() -> None:
-    keys = [derive_key(seed, purpose, epoch) for seed in (0, 1) for purpose in Purpose for epoch in (0, 1)]
-    orders = [permutation(key, 1000) for key in keys]
-    assert all(torch.equal(order.sort().values, torch.arange(1000)) for order in orders)
-    assert len({tuple(order.tolist()) for order in orders}) == len(keys)

@@ -1,11 +1,8 @@
 """What `--deterministic` and `--tf32` set, and what the state says of the numbers that it was computed with."""
 
 import os
-import platform
-import warnings
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +14,7 @@ from training.runtime.determinism import (
     configure,
     configure_attention,
     describe_numerics,
-    operation_without_kernel,
     uses_fused_attention,
-    watch_operations,
 )
 from training.runtime.process_group import ProcessGroup
 from training.runtime.rank_device import processor_name
@@ -72,23 +67,6 @@ def test_only_fused_attention_makes_missing_kernels_errors(name: str, attends: b
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_operations_without_a_kernel_are_named_and_other_warnings_go_on() -> None:
-    configure(CONFIG)
-
-    def operate() -> list[str]:
-        with watch_operations() as operations:
-            torch.zeros(2).put_(torch.tensor([0]), torch.zeros(1))
-            torch.zeros(2).put_(torch.tensor([0]), torch.zeros(1))
-            warnings.warn("another", stacklevel=1)
-        return operations
-
-    with pytest.warns(UserWarning, match="another") as printed:
-        operations = operate()
-    assert operations == ["put_"]
-    assert [str(warning.message) for warning in printed] == ["another"]
-    assert operation_without_kernel("CUDA error: an illegal memory access was encountered") == ""
-
-
 def test_a_state_says_what_has_changed_since_it_was_computed(group: ProcessGroup) -> None:
     numerics = Numerics(CONFIG, group)
     numerics.load_state_dict(numerics.state_dict())
@@ -103,10 +81,3 @@ def test_a_state_says_what_has_changed_since_it_was_computed(group: ProcessGroup
         "NCCL_ALGO None instead of Ring",
     ]
     assert describe_numerics(numerics.values) == f"--deterministic warn, 1 rank on CPU, torch {ours}"
-
-
-def test_processor_has_its_name_and_the_numbers_of_its_model(tmp_path: Path) -> None:
-    text = "processor : 0\ncpu family\t: 6\nmodel\t\t: 207\nmodel name\t: XEON\n\nprocessor : 1\nmodel name : EPYC\n"
-    (tmp_path / "cpuinfo").write_text(text)
-    assert processor_name(tmp_path / "cpuinfo") == "XEON, family 6, model 207"
-    assert processor_name(tmp_path / "none") == platform.machine()

@@ -8,16 +8,7 @@ from pathlib import Path
 import pytest
 from support.trainings import Starter, Training
 
-from hpc.base.errors import UserError
-from training.runtime.fault_injection import parse_fault
-
 FLAGS = ("--epochs=2", "--batch-size=20", "--log-every=1", "--lr=0.05")
-
-
-@pytest.mark.parametrize("text", ["step", "fire@3:0", "step@3", "step@3:0?"])
-def test_any_other_fault_is_refused(text: str) -> None:
-    with pytest.raises(UserError, match="use POINT@STEP:RANK, with a point of step, save, "):
-        parse_fault(text)
 
 
 def last_line(training: Training) -> str:

@@ -184,15 +184,6 @@ def test_members_have_their_places_and_meet_again_and_again(make: Make) -> None:
     assert len(ports) == 3
 
 
-def test_member_that_wants_new_ranks_is_noticed_by_the_others(make: Make) -> None:
-    first, second = make(0), make(1)
-    meet(first, second)
-    with meanwhile(second.next_rendezvous):
-        wait_for(lambda: first.num_nodes_waiting() == 1)
-        first.next_rendezvous()
-    wait_for(lambda: first.num_nodes_waiting() == 0)
-
-
 def test_broken_connection_does_no_harm(make: Make) -> None:
     first, second = make(0), make(1)
     meet(first, second)

@@ -1,50 +1,17 @@
 """Collectives between real processes."""
 
 import os
-import subprocess
 import sys
 from typing import Any
 
 import pytest
 import torch
-from support.cluster import ROOT
 from support.trainings import Starter
 from torch import Tensor, distributed
 from torchrelay import rank_exchange
 
-from hpc.base.transport import pick_port
 from training.runtime.process_group import connect, disconnect
 from training.runtime.run_context import rank_info_from
-
-# In processes of its own: torch reads its log level when it is imported.
-CONNECT = """
-import os, sys, time
-from training.runtime.process_group import connect
-from training.runtime.run_context import rank_info_from
-time.sleep(float(sys.argv[1]))
-connect(rank_info_from(os.environ))
-"""
-
-
-@pytest.mark.slow
-def test_rank_that_comes_first_is_not_refused_by_rank_0() -> None:
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(pick_port())}
-    common |= {"TORCH_CPP_LOG_LEVEL": "INFO", "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "GLOO_SOCKET_IFNAME": "lo"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", CONNECT, seconds],
-            cwd=ROOT,
-            env={**os.environ, **common, "RANK": rank, "LOCAL_RANK": rank},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, seconds in (("0", "2"), ("1", "0"))
-    ]
-    errors = [process.communicate(timeout=200)[1] for process in started]
-    assert [process.returncode for process in started] == [0, 0], errors
-    assert "The client socket has connected to" in errors[1]
-    assert "not yet listening" not in errors[1], "it waits before it tries again"
-
 
 VALUES = [{"accuracy": 0.1 + 0.2, "path": "ä\udcff"}, None, [1, [2, "x" * 1000]]]
 

@@ -49,10 +49,6 @@ def python(code: str, *arguments: str) -> str:
     "flags",
     [
         ["--model=small-cnn", "--optimizer=adamw", "--ema-decay=0.9", "--clip-grad-norm=1", "--amp=bf16"],
-        pytest.param(
-            ["--model=resnet18", "--image-size=32", "--deterministic=error", "--auto-augment=randaugment"],
-            marks=pytest.mark.slow,
-        ),
         pytest.param(["--model=timm:resnet10t", "--image-size=32", "--mixup=0.2"], marks=pytest.mark.slow),
     ],
 )

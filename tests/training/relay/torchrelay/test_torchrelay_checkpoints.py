@@ -22,8 +22,6 @@ from torchrelay.checkpoint_files import (
     step_of,
 )
 
-from hpc.base.errors import TorchrelayError
-
 FILES = {"state.safetensors": b"x" * 5000, "state.json": b'{"step": 1}'}
 
 
@@ -68,16 +66,6 @@ def test_files_of_others_are_described_by_those_who_wrote_them_and_checked_toget
     assert [bool(find_damage(path, rank, 2)) for rank in range(2)] == [True, False]
 
 
-def test_a_checkpoint_that_may_not_be_published_is_not(tmp_path: Path) -> None:
-    def check() -> None:
-        raise TorchrelayError("another attempt is newer")
-
-    save_checkpoint(tmp_path, 7, writing(FILES), keep=1)
-    with pytest.raises(TorchrelayError, match="another attempt is newer"):
-        save_checkpoint(tmp_path, 8, writing(FILES), keep=1, check=check)
-    assert names(tmp_path) == ["step-00000007"]
-
-
 def test_the_newest_are_kept_for_any_number_of_digits(tmp_path: Path) -> None:
     for step in (99_999_998, 99_999_999, 100_000_000, 100_000_001):
         save_checkpoint(tmp_path, step, writing(FILES), keep=2)
@@ -107,13 +95,10 @@ def flip_a_bit(path: Path) -> None:
     [
         ("state.safetensors", truncate, "state.safetensors is not as it was written"),
         ("state.safetensors", flip_a_bit, "state.safetensors is not as it was written"),
-        ("state.json", flip_a_bit, "state.json is not as it was written"),
         ("state.json", Path.unlink, "FileNotFoundError"),
         ("manifest.json", Path.unlink, "FileNotFoundError"),
         ("manifest.json", truncate, "JSONDecodeError"),
-        (".", lambda path: [file.unlink() for file in path.iterdir()], "FileNotFoundError"),
         ("manifest.json", lambda path: path.write_text("[]"), "TypeError"),
-        ("manifest.json", lambda path: path.write_text("{}"), "KeyError"),
         ("manifest.json", lambda path: path.write_text('{"files": []}'), "AttributeError"),
     ],
 )
@@ -131,14 +116,6 @@ def test_a_rejected_checkpoint_is_deleted_after_the_next_is_written(tmp_path: Pa
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000010"]
     save_checkpoint(tmp_path, 20, writing(FILES), keep=2)
     assert names(tmp_path) == ["step-00000010", "step-00000020"]
-
-
-def test_a_failed_write_leaves_the_old_checkpoints_and_nothing_else(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, 10, writing(FILES), keep=1)
-    (tmp_path / "state").mkdir()
-    with pytest.raises(FileNotFoundError):
-        save_checkpoint(tmp_path, 20, writing({**FILES, "no/such/directory": b""}), keep=1)
-    assert names(tmp_path) == ["state", "step-00000010"]
 
 
 KILLED_IN_THE_MIDDLE = """

@@ -1,14 +1,13 @@
 """How often the ranks exchange flags, and when what one of them requests takes effect."""
 
 import math
-import signal
 from fractions import Fraction
 from itertools import pairwise
 
 import pytest
 from torch import distributed
 from torchrelay import stop_consensus
-from torchrelay.stop_consensus import StepFlags, StopConsensus, StopRequested
+from torchrelay.stop_consensus import StepFlags, StopConsensus
 
 from training.runtime.process_group import ProcessGroup
 
@@ -51,23 +50,6 @@ def test_flags_are_exchanged_about_every_50_ms(group: ProcessGroup, step_ms: int
     assert {later - earlier for earlier, later in pairwise(steps[1:])} == {every}
 
 
-def test_a_request_takes_effect_once_at_the_next_exchange(group: ProcessGroup) -> None:
-    consensus = StopConsensus(group.control)
-    exchanges(consensus, 0.01, 20, StepFlags())
-    found = exchanges(consensus, 0.01, 20, StepFlags(save=1))
-    # The request is repeated until it has taken effect, and means the same until then.
-    assert [saved for _, saved in found] == [False, True, False, True]
-
-
-def test_a_signal_ends_the_training_at_the_next_exchange(group: ProcessGroup) -> None:
-    consensus = StopConsensus(group.control)
-    assert consensus.exchange(StepFlags(signal=signal.SIGUSR2)) == StepFlags()
-    with pytest.raises(StopRequested) as raised:
-        consensus.exchange(StepFlags())
-    assert (raised.value.name, raised.value.args) == ("SIGUSR2", (signal.SIGUSR2,))
-    consensus.wait()
-
-
 def test_where_steps_become_slow_flags_are_exchanged_at_each_again(group: ProcessGroup) -> None:
     consensus = StopConsensus(group.control)
     exchanges(consensus, 0.001, 30, StepFlags())
@@ -92,12 +74,3 @@ def test_other_requests_are_agreed_on_with_a_save(group: ProcessGroup) -> None:
     assert consensus.exchange(StepFlags()) == StepFlags(interval=1), "not twice"
     assert consensus.wait() == StepFlags(interval=1)
     assert consensus.wait() == StepFlags(), "nothing is pending"
-
-
-def test_request_of_the_only_rank_takes_effect_at_once() -> None:
-    consensus = StopConsensus(None)
-    assert consensus.exchange(StepFlags(save=1)) == StepFlags(save=1)
-    assert consensus.exchange(StepFlags()) == StepFlags(), "not twice"
-    with pytest.raises(StopRequested, match=str(int(signal.SIGTERM))):
-        consensus.exchange(StepFlags(signal=signal.SIGTERM))
-    assert consensus.wait() == StepFlags()

@@ -1,7 +1,5 @@
 """A module's saved tensors are found again under the names that it has now."""
 
-from collections import OrderedDict
-
 import pytest
 import torch
 from torch import nn
@@ -27,11 +25,6 @@ def filled(model: nn.Module, first: int) -> nn.Module:
     return model
 
 
-def wrapped(model: nn.Module, name: str = "module") -> nn.Module:
-    """As DDP, torch.compile (`_orig_mod`), or a module with this name for another do."""
-    return nn.Sequential(OrderedDict({name: model}))
-
-
 class Two(nn.Module):
     """Has two parameters whose names differ by that of a wrapper alone."""
 
@@ -39,13 +32,6 @@ class Two(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(2, 2))
         self.module = nn.Linear(2, 2, bias=False)
-
-
-@pytest.mark.parametrize(("saved", "into"), [("", "module"), ("_orig_mod", "module"), ("module", "")])
-def test_wrappers_may_come_and_go(saved: str, into: str) -> None:
-    one, other = (wrapped(nn.Linear(2, 2), name) if name else nn.Linear(2, 2) for name in (saved, into))
-    load(filled(one, 3), other)
-    assert all(map(torch.equal, other.parameters(), one.parameters()))
 
 
 def test_names_that_differ_by_a_wrapper_alone_are_not_mixed_up() -> None:

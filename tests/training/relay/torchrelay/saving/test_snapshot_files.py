@@ -116,17 +116,6 @@ def test_snapshots_go_on_after_somebody_has_removed_them(tmp_path: Path, what: s
     assert {stat.S_IMODE(path.stat().st_mode) for path in (directory, *directory.iterdir())} == {0o700}
 
 
-def test_other_tensors_get_another_file(tmp_path: Path) -> None:
-    files = SnapshotFiles(tmp_path)
-    for step in range(4):
-        save(files, step, state(step))
-    more = state(4) | {"optimizer/0/exp_avg": torch.ones(3000)}
-    for step in range(4, 8):
-        save(files, step, more)
-        assert_saved(tmp_path, step, more)
-    assert len(list(tmp_path.iterdir())) == 2
-
-
 def test_a_snapshot_that_cannot_be_published_leaves_the_newest_and_can_be_saved_again(tmp_path: Path) -> None:
     files, tensors = SnapshotFiles(tmp_path), state(4)
     for step in range(4):
