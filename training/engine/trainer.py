@@ -202,6 +202,8 @@ class Trainer:
     def steps(self) -> Iterator[None]:
         """Make a step before each yield until the training ends. Sets `ended` if the training ends early."""
         progress, group = self.state.progress, self.group
+        if not progress.samples_seen:
+            self.save()  # if a snapshot alone has the end of an epoch: its checkpoint comes before its evaluation
         self.validate_if_due()
         self.ended = self.early_stopping.reason(progress, group)
         if self.ended:
