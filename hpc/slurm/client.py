@@ -178,7 +178,10 @@ def show_partition(name: str) -> dict[str, str]:
 
 
 def grace_seconds(fields: Fields) -> int | None:
-    """Return the seconds from SIGTERM to SIGKILL on preemption that a partition's fields set; None if they set none."""
+    """Return the seconds from SIGTERM to SIGKILL on preemption, by the fields of a partition.
+
+    Returns None if the partition sets no GraceTime, or if preemption neither cancels nor requeues its jobs.
+    """
     # If GraceTime is 0, the default, KillWait applies as for every ending job. The modes SUSPEND and OFF end no job.
     # Since 25.05, the mode may be PRIORITY,REQUEUE.
     modes, grace = fields.get("PreemptMode", "").split(","), fields.get("GraceTime", "")

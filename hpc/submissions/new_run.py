@@ -170,7 +170,10 @@ def _hide_runs_from_git(run: RunDir) -> None:
 
 
 def preemption_grace(spec: RunSpec) -> int | None:
-    """Return the seconds from SIGTERM to SIGKILL on preemption; None if unknown: `hpc status` then cannot warn."""
+    """Return the seconds from SIGTERM to SIGKILL on preemption, or None if they are unknown.
+
+    `hpc status` compares them with the time that a save takes.
+    """
     if spec.cluster == "slurm" and spec.resources.partition is not None:
         with suppress(TorchrelayError):
             return slurm.grace_seconds(slurm.show_partition(spec.resources.partition))

@@ -17,9 +17,10 @@ from hpc.services.notification.recipients import with_known_names
 from hpc.services.tracking.opening import tracker_of
 from hpc.slurm import sinfo, squeue
 from hpc.slurm.predecessors import dependency
-from hpc.submissions import checks, resolve
+from hpc.submissions import checks
 from hpc.submissions.cluster_choice import choose_cluster, slurm_only
 from hpc.submissions.options import SubmitOptions
+from hpc.submissions.resources import local_resources, resolve_device, resolve_resources
 from hpc.submissions.user_code.code_notes import warnings_of_code
 from hpc.submissions.user_code.own_code import UserCode, find_code
 from hpc.submissions.user_python import user_environment
@@ -38,11 +39,11 @@ def plan(options: SubmitOptions) -> tuple[RunDir, RunSpec]:
     cluster = choose_cluster(options.cluster, options.resources, in_terminal=in_terminal)
     checks.check_setup(options.resources.setup, cluster)
     if cluster == "slurm":
-        resources = resolve.resolve_resources(options.resources, sinfo.partitions(), options.recovery.spares)
+        resources = resolve_resources(options.resources, sinfo.partitions(), options.recovery.spares)
         for flag, path in {"--data": resolved.data, **resolved.files}.items():
             checks.check_is_shared(flag, path)
     else:
-        resources = resolve.local_resources(options.resources)
+        resources = local_resources(options.resources)
     checks.check_runs_dir(options.runs_dir, on_cluster=cluster == "slurm")
     for flag, value in (("--container", options.container), ("--python", options.python)):
         user_environment.check_use(flag, value, trains=not is_script, stages=options.stage_env)
@@ -52,7 +53,7 @@ def plan(options: SubmitOptions) -> tuple[RunDir, RunSpec]:
     )
     # The torch of the user's own environment is unknown until the ranks run.
     build = None if python or image else user_environment.torch_build(None)
-    device = resolve.resolve_device(options.device, resources.gpus_per_node.count, cluster, build)
+    device = resolve_device(options.device, resources.gpus_per_node.count, cluster, build)
     # With --device auto, GPUs that were requested but cannot exist (a testbed, no driver) leave the ranks on CPUs.
     has_gpus = device == "cuda" or (device == "auto" and not resources.gpus_per_node.count)
     options.program.check_ranks(resources.nodes.most * resources.ranks_per_node, has_gpus=has_gpus)

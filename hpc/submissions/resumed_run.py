@@ -42,8 +42,9 @@ from hpc.slurm import handover, sinfo, squeue
 from hpc.slurm.alive import local_jobs, slurm_jobs
 from hpc.slurm.executor import SlurmExecutor, start_local
 from hpc.slurm.predecessors import redirect_waiting_jobs
-from hpc.submissions import checks, resolve
+from hpc.submissions import checks
 from hpc.submissions.new_run import preemption_grace
+from hpc.submissions.resources import local_resources, resolve_resources
 from hpc.submissions.settings import adaptable_settings_of, settings_of
 from hpc.submissions.user_code.package_copy import damaged_packages
 from hpc.submissions.user_code.renewed_code import prepare_code, replace_code, restore_code
@@ -199,9 +200,9 @@ def _adjusted(run: RunDir, before: RunSpec, options: ResumeOptions, history: His
         return after
     checks.check_setup(after.resources.setup, after.cluster)
     if after.cluster == "slurm":
-        resources = resolve.resolve_resources(after.resources, sinfo.partitions(), after.recovery.spares)
+        resources = resolve_resources(after.resources, sinfo.partitions(), after.recovery.spares)
     else:
-        resources = resolve.local_resources(after.resources)
+        resources = local_resources(after.resources)
     after = dataclasses.replace(after, resources=resources)
     checks.check_recovery(after)
     adjusted.check_ranks(resources.nodes.most * resources.ranks_per_node, has_gpus=after.device != "cpu")

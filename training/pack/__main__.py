@@ -79,7 +79,7 @@ def main() -> int:
 
 
 def _identity(index: PackIndex) -> dict[str, Any]:
-    """Return values that are equal for two packed data sets if they have the same images in the same size."""
+    """Return what identifies a packed data set: the size, and a hash of the classes, labels and names of the images."""
     tables = {part.name: [part.labels.sha256, part.names.sha256] for part in index.parts}
     images = json.dumps([index.classes, tables]).encode()
     return {"size": index.size, "images": hashlib.sha256(images).hexdigest()}

@@ -33,7 +33,10 @@ def prepare_server() -> None:
 def start_ranks(
     argvs: Sequence[Sequence[str]], log: Path, prepare: Callable[[], None] | None = None
 ) -> list[BaseProcess]:
-    """Start a rank for each list of arguments. All ranks write to the file `log`, and first call `prepare`."""
+    """Start a rank for each list of arguments. The output of all ranks goes to the file `log`.
+
+    Each rank calls `prepare`, if there is one, before it trains.
+    """
     # `pick_port` avoids ports that the kernel gives to connections, since rank 0 listens only a second later.
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(pick_port())}
     environment |= {"WORLD_SIZE": str(len(argvs)), "LOCAL_WORLD_SIZE": str(len(argvs))}

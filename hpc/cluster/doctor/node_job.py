@@ -20,7 +20,7 @@ from hpc.run.spec import Network, Resources
 from hpc.slurm import client as slurm
 from hpc.slurm import sinfo
 from hpc.slurm.srun import own_pythonpath
-from hpc.submissions import resolve
+from hpc.submissions.resources import resolve_resources
 from hpc.submissions.user_python import user_environment
 
 _TIME_LIMIT = TimeLimit(600)
@@ -50,7 +50,7 @@ def probe_nodes(options: NodeOptions, partition: str, stage_dir: Path) -> tuple[
     names, asked, network = options.node or (), options.resources, options.network
     nodes = len(slurm.hostnames(",".join(names))) if names else asked.nodes.most
     asked = replace(asked, partition=partition, nodes=NodeRange(nodes), time=asked.time or _TIME_LIMIT)
-    resources = resolve.resolve_resources(asked, sinfo.partitions())
+    resources = resolve_resources(asked, sinfo.partitions())
     own = user_environment.find_python()
     _, python = user_environment.resolve(None, options.python, resources.setup, on_cluster=True, found=own)
     print(

@@ -1,1 +1,1 @@
-"""The commands about runs that a new user does not need first."""
+"""The commands for existing runs, and for several runs at once. A new user does not need them first."""

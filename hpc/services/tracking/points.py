@@ -28,9 +28,10 @@ class Point:
 
 
 def read_points(metrics: Path, sent: Mapping[str, int]) -> list[Point]:
-    """Return the points in a directory's files, sorted by step, that are newer than their series' step in `sent`.
+    """Return the points that are still to be sent, sorted by step.
 
-    If a restart repeated a step, its later line replaces the earlier one.
+    `metrics` is the directory of the files, and `sent` has the last step that was sent of each series. If a restart
+    repeated a step, its later line replaces the earlier one.
     """
     found = dict[tuple[int, str], Point]()
     for path in sorted(metrics.glob("*.jsonl")):

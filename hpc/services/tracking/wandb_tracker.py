@@ -53,7 +53,7 @@ class WandbTracker:
 
     @staticmethod
     def check() -> None:
-        """Raise UserError if the user has no key for W&B's server, which may be asked."""
+        """Raise UserError if W&B is disabled, or its key is missing or refused. May ask W&B's server."""
         mode = os.environ.get("WANDB_MODE")
         if mode == "disabled":
             raise UserError("WANDB_MODE is disabled, so nothing can be sent to Weights & Biases: unset it")

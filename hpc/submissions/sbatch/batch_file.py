@@ -57,7 +57,10 @@ def is_login_shell(text: str) -> bool:
 
 
 def directives(text: str) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
-    """Return the `#SBATCH` lines with their numbers: those that Slurm reads, and those after the first command."""
+    """Return two lists of `#SBATCH` lines with their numbers, without the prefix.
+
+    Slurm reads the lines of the first list, and ignores those of the second, which come after the first command.
+    """
     read, ignored = list[tuple[int, str]](), list[tuple[int, str]]()
     target = read
     for number, line in enumerate(text.splitlines(), 1):

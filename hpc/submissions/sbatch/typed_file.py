@@ -31,10 +31,10 @@ class _SubmitFile(SubmitOptions):
 
 
 def replace_file(arguments: list[str], script: tuple[str, ...]) -> tuple[list[str], tuple[str, ...]]:
-    """Return the flags and the script of a command line, with those of the batch script that it names, if any.
+    """Replace a batch script on the command line. Returns the flags and the script that the line then has.
 
-    Prints the command line that a batch script stands for, and what was left out of the script. Enters the directory in
-    which the batch script starts the training.
+    Without a batch script, both are returned unchanged. If there is one, prints the command line that it stands for and
+    what was left out, and changes to the directory in which it starts the training.
 
     Raises:
         UserError: the batch script is not understood.

@@ -1,8 +1,8 @@
 """Chooses the files of the user's directory that a run copies: what git tracks, and small sources. Login node.
 
-A run copies what an edit must not change later: the files that git tracks, and the small sources and configurations
-that git neither tracks nor ignores. Without git, it copies the small sources and configurations alone. The bounds keep
-the choice quick in any directory, such as a home directory or one with millions of images.
+A run copies the user's code, so that later edits do not change the run: the files that git tracks, and the small
+sources and configurations that git neither tracks nor ignores. Without git, it copies the small ones alone. Limits on
+numbers and sizes of files keep this quick in any directory, such as a home directory or one with millions of images.
 """
 
 import os

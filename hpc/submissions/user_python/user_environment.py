@@ -174,9 +174,10 @@ def _check_in_container(image: Path, python: str, setup: Sequence[str]) -> None:
 
 
 def _check_answers(flag: str, program: Sequence[str], setup: Sequence[str], seconds: float, advice: str) -> Path | None:
-    """Check the versions of an interpreter and its torch. Returns torch's file; None if torch may need --setup.
+    """Check that an interpreter and its torch are new enough. Returns the path of torch's module.
 
-    `advice` says how to name another interpreter.
+    Returns None if torch cannot be imported here, but --setup may make it importable on the nodes. `advice` says how to
+    name another interpreter. Raises UserError if the interpreter cannot be used.
     """
     answers, problem = _ask(program, seconds)
     if not answers:

@@ -11,7 +11,7 @@ from hpc.base.units import NodeRange, TimeLimit
 from hpc.run.spec import Resources
 from hpc.slurm.client import TESTBED_DIRECTORY
 from hpc.slurm.sinfo import Partition, parse_partitions
-from hpc.submissions.resolve import local_resources, resolve_device, resolve_resources
+from hpc.submissions.resources import local_resources, resolve_device, resolve_resources
 
 FOR_GPUS, FOR_CPUS = TorchBuild(version="2.15", accelerator="CUDA 13.2"), TorchBuild(version="2.15", accelerator=None)
 # As sinfo prints it: two kinds of node in one partition, one without GPUs, one that is down.
