@@ -226,8 +226,8 @@ def _folder_layout(path: Path) -> DataLayout:
 def _part(path: Path, names: tuple[str, ...]) -> Path | None:
     """Return the directory with one of `names` that is a part of the data, such as the training set; else None.
 
-    A directory of this name may be a class instead: a data set of vehicles may have a class `train`. It is a class if it
-    holds images itself, and class directories beside it hold images, too. Raises UserError if several are parts.
+    A directory of this name may be a class instead: a data set of vehicles may have a class `train`. It is a class if
+    it holds images itself, and class directories beside it hold images, too. Raises UserError if several are parts.
     """
     named = [path / name for name in class_names(path) if name.lower() in names]
     parts = [

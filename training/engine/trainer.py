@@ -182,6 +182,8 @@ class Trainer:
         for warning in (*without_effect(self.config), *empty_classes(self.data)):
             self.console.warn(warning)
         self.heartbeat.beat("start", progress.step)
+        if not progress.samples_seen:
+            self.save()  # if a snapshot alone has the end of an epoch: its checkpoint comes before its evaluation
 
     def report_numerics(self, step: int) -> None:
         """Warn if the next steps may be rounded differently than in an uninterrupted training, and say why."""
@@ -202,8 +204,6 @@ class Trainer:
     def steps(self) -> Iterator[None]:
         """Make a step before each yield until the training ends. Sets `ended` if the training ends early."""
         progress, group = self.state.progress, self.group
-        if not progress.samples_seen:
-            self.save()  # if a snapshot alone has the end of an epoch: its checkpoint comes before its evaluation
         self.validate_if_due()
         self.ended = self.early_stopping.reason(progress, group)
         if self.ended:
