@@ -235,7 +235,8 @@ def _parser(options: Sequence[type[Any]], prog: str, shown: Help | None = None) 
         parser.description = _wrapped(options[0].__doc__, width)
     for field in itertools.chain.from_iterable(map(dataclasses.fields, options)):
         group = group_of(field)
-        new = [flag for flag in (flags(group) if group else [field]) if flag.name not in added]
+        own = flags(group) if group else [] if mark_of(field).is_internal else [field]
+        new = [flag for flag in own if flag.name not in added]
         added |= {flag.name for flag in new}
         about = _wrapped(group.__doc__, width - 2) if shown and group and new else None
         title = getattr(group, "TITLE", field.name.replace("_", " "))

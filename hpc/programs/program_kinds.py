@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from hpc.base.errors import UserError
 from hpc.programs.program_flags import ProgramFlags
 from hpc.programs.script_flags import ScriptFlags, ScriptRequest
 from hpc.run.spec import RunSpec
@@ -47,6 +48,8 @@ def others(kind: type[ProgramFlags]) -> tuple[type[ProgramFlags], ...]:
 
 
 def program_of_run(spec: RunSpec) -> ProgramFlags:
-    """Return the flags of a run's program."""
-    kind = next(kind for kind in KINDS if spec.program.built_in == kind.KIND)
-    return kind.of_run(spec)
+    """Return the flags of a run's program. Raises UserError if it is of another version of Torchrelay."""
+    for kind in KINDS:
+        if spec.program.built_in == kind.KIND:
+            return kind.of_run(spec)
+    raise UserError(f"run {spec.name} runs {spec.program.built_in}, which this version of torchrelay does not know")

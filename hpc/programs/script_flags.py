@@ -86,9 +86,12 @@ class ScriptFlags(ScriptRequest, ProgramFlags):
         """Return the flags as they are: only a new run, or a fork, can change a script's arguments."""
         runs = f"run {begun.run.name} runs {program_of(self.script)}"
         for name in sorted(changes):
+            fork, own = f"hpc fork {begun.typed} --name NEW", name in {"data", "in-place"}
             raise UserError(
-                f"--{name} is a flag of the image classifier, but {runs}, whose arguments hpc resume cannot change: "
-                f"leave it out, or type hpc fork {begun.typed} --name NEW -- --{name} ..."
+                f"--{name} cannot change in a run that has begun: leave it out, or type {fork} --{name} ..."
+                if own
+                else f"--{name} is a flag of the image classifier, but {runs}, whose arguments hpc resume cannot "
+                f"change: leave it out, or type {fork} -- --{name} ..."
             )
         if begun.complete:
             raise UserError(

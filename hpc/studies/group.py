@@ -1,5 +1,6 @@
 """The directory of a group of runs, such as a sweep: its spec, the copy of the user's code, and the runs."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -91,7 +92,8 @@ class GroupDir(Generic[Spec]):
     def load(self) -> Spec:
         """Read the group's spec. Raises UserError if it is damaged."""
         try:
-            return msgspec.json.decode(self.spec_file.read_bytes(), type=self.SPEC)  # type: ignore[return-value]
+            # A path that is not UTF-8 is in the file as text that msgspec's own reader refuses.
+            return msgspec.convert(json.loads(self.spec_file.read_bytes()), self.SPEC)  # type: ignore[return-value]
         except (OSError, ValueError) as error:
             raise UserError(f"{self.spec_file} is damaged, or of another version: {error}") from error
 

@@ -26,8 +26,7 @@ _NOT_COMMON = {"name", "runs-dir", "config", "dry-run", "wait", "help-all", "jso
 
 
 def user_code(options: SubmitOptions) -> UserCode:
-    """Return the code that all runs of a group use. Raises UserError if it cannot be found, or no run could start."""
-    options.program.resolve()
+    """Return the code that all runs of a group use. Raises UserError if it cannot be found."""
     return code_of(options, elsewhere=bool(options.python or options.container))
 
 

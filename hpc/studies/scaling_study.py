@@ -110,8 +110,9 @@ class ScalingStudy(Study[ScalingSpec]):
         self._ended = set[str]()
 
     def begun(self) -> Sequence[Member]:
-        """Return the sizes that have a run, except those whose end was announced."""
-        return [self._member(size) for size in self.spec.sizes if self._has_run(size) and size.name not in self._ended]
+        """Return the sizes that have a run, except those whose end or refusal was announced."""
+        over = {*self._ended, *self._refused}
+        return [self._member(size) for size in self.spec.sizes if self._has_run(size) and size.name not in over]
 
     def next_member(self) -> Member | None:
         """Return the smallest size without a run."""

@@ -115,6 +115,9 @@ class SweepStudy(Study[SweepSpec]):
         trained = options_of(self.spec).program.with_values(_values(best))
         flags = {**self.spec.settings, **program.values_of(trained)}
         settings = changed(flags | {"recipe": None} if "recipe" in flags else flags, submit_flags(self.spec.script))
+        # A value that is the default of its flag is written, too: the user's own default may be another.
+        swept = {name.replace("_", "-"): value for name, value in _values(best).items()}
+        settings |= {name: value for name, value in swept.items() if name in flags}
         script = ["--", *trained.script] if trained.script else []
         command = shlex.join(["hpc", "submit", "--config", str(self.group.best), *script])
         comment = f"# {self._name(best)} of sweep {self.group.path.name}: {self.spec.metric} {best.value:.6g}\n"

@@ -183,6 +183,8 @@ class Coordinator:
 
     def _check_end(self) -> None:
         """Every 5 s, find out whether other agents have ended the attempt, or the user has cancelled the run."""
+        if self._server.directive.over:
+            return
         if self._end_check is None:
             if time.monotonic() - self._end_checked_at >= _END_CHECK_SECONDS:
                 self._end_checked_at = time.monotonic()

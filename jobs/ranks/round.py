@@ -37,7 +37,6 @@ from hpc.run.device_choice import RANK_VARIABLES
 from hpc.run.events import ledger
 from hpc.run.events.history import History
 from hpc.run.events.kinds import Checked
-from hpc.run.events.resumption import current_spec
 from hpc.run.nodedir import NodeDir
 from hpc.run.spec import RunSpec
 from hpc.run.spec_file import Program
@@ -258,8 +257,8 @@ def _command(
         environment["PYTHONPATH"] = ":".join([*first, *path])
     wrapper = [str(PROCESS_WRAPPER), "rank", str(logs), str(node_dir.path)]
     places = {
-        "run_dir": run.path, "attempt": number, "torchrelay_spec": current_spec(run),
-        "torchrelay_node_dir": node_dir.path, **({"data": setup.data} if setup.data else {}),
+        "run_dir": run.path, "attempt": number, "torchrelay_node_dir": node_dir.path,
+        **({"data": setup.data} if setup.data else {}),
     }  # fmt: skip
     words, preload = program_argv(program, spec.start_directory(run), places), program.preload
     if program.isolated:

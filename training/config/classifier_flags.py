@@ -130,11 +130,15 @@ class ClassifierFlags(_OfSubmission, ProgramFlags):
     def with_arguments(self, words: Sequence[str]) -> Self:
         """Return the flags, of which `words` replace some."""
         typed = command_line.read((type(self),), words, "hpc fork")
+        if "recipe" in typed:
+            raise UserError("--recipe is only for new trainings: give the flags that change instead")
         return command_line.build(type(self), {**command_line.values_of(self), **typed})
 
     def adjusted(self, changes: Mapping[str, Any], begun: Begun) -> Self:
         """Return the flags with which a training goes on. A complete one must have steps left to do."""
         need_classifier(f"run {begun.run.name}")
+        for name in sorted(changes.keys() - command_line.default_values(TrainConfig).keys()):
+            raise UserError(f"--{name} is only for new trainings: leave it out")
         refuse_on_resume(changes.keys(), begun.typed, begun.run.best)
         after = command_line.build(type(self), {**command_line.values_of(self), **changes})
         if (task := EvaluationTask.load(begun.run.model)) is not None:

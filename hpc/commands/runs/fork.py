@@ -88,7 +88,7 @@ def options_of(given: Mapping[str, Any], arguments: Sequence[str] = ()) -> ForkO
     before = program_of_run(spec)
     parsed = with_program(ForkOptions, type(before))
     of_program = program.values_of(before).keys()
-    for flag in sorted(given.keys() - program.default_values(parsed).keys()):
+    for flag in sorted(given.keys() - program.default_values(parsed).keys() if before.script else ()):
         raise UserError(
             f"--{flag} is a flag of another kind of program, but run {name} runs {program_of(spec.program.argv)}: "
             f"type -- --{flag} ... for an argument of the script"

@@ -117,7 +117,9 @@ def read_program(launch: Launch, line: int) -> Launch:
         if words[0] == "torch.distributed.launch" and not {"--use-env", "--use_env"} & set(words):
             raise UserError(f"{words[0]} passes --local-rank, and torchrun sets LOCAL_RANK: write torchrun")
     elif name == "accelerate":
-        words = words[1:]  # without `launch`
+        if words[1:2] != ("launch",):
+            raise UserError("accelerate has another command than launch here: delete the line")
+        words = words[1:]
     if name in _LAUNCHERS.values():
         return _launcher(launch, words[1:], line, is_accelerate=name == "accelerate")
     if _PYTHON.fullmatch(name):
