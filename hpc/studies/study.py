@@ -266,5 +266,5 @@ def _show(study: Study[Any], *, as_json: bool) -> int:
     if results.problem is not None:
         print(visible(f"hpc {group.KIND}: {results.problem}"), file=sys.stderr)
     else:
-        print(visible(f"next:\n  {cli.own_command()} report {group.path.name}"))
+        print(f"next:\n  {visible(f'{cli.own_command()} report {group.path.name}')}")
     return int(results.problem is not None)
