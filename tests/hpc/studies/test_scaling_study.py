@@ -96,7 +96,7 @@ def test_script_is_ended_after_its_time(site: Site) -> None:
 
 @pytest.mark.slow
 def test_unmodified_script_is_measured_by_its_steps(site: Site) -> None:
-    found = scaling(site, "--name=steps", "--nodes=1,2", "--minutes=0.1", *LOCAL, "--", "steps.py")
+    found = scaling(site, "--name=steps", "--nodes=1,2", "--minutes=0.3", *LOCAL, "--", "steps.py")
     one, two = found["sizes"]
     assert {each["state"] for each in (one, two)} == {"cancelled"}
     assert 0 < two["steps_per_second"] <= 5
