@@ -99,7 +99,7 @@ def test_unmodified_script_is_measured_by_its_steps(site: Site) -> None:
     found = scaling(site, "--name=steps", "--nodes=1,2", "--minutes=0.2", *LOCAL, "--", "steps.py")
     one, two = found["sizes"]
     assert {each["state"] for each in (one, two)} == {"cancelled"}
-    assert 0 < two["steps_per_second"] <= 6  # one in 0.2 s at most, between two readings of the counter that may each come late
+    assert 0 < two["steps_per_second"] <= 6  # one in 0.2 s at most; the counter may be read late
     assert (one["speed"], two["speed"]) == (one["steps_per_second"], 2 * two["steps_per_second"])
     assert two["efficiency"] == two["steps_per_second"] / one["steps_per_second"]
     shown = site.hpc("scaling", "--name=steps")
