@@ -4,6 +4,8 @@ Each is a type: `parse` reads it where it was typed, `str` writes it in its one 
 """
 
 import re
+from abc import ABC, abstractmethod
+from contextlib import suppress
 from typing import ClassVar, Self
 
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -40,17 +42,27 @@ def slurm_seconds(text: str) -> int | None:
     return int(match["days"] or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
 
 
-class Word:
+def _seconds_with_unit(text: str) -> int | None:
+    """Return the seconds of a number with a unit; None for other texts."""
+    match = _WITH_UNIT.fullmatch(text)
+    return int(match[1]) * _UNIT_SECONDS[match[2]] if match else None
+
+
+class Word(ABC):
     """A value that one word represents on the command line, in YAML files and in `spec.json`."""
 
     @classmethod
+    @abstractmethod
     def parse(cls, text: str) -> Self:
         """Return the value of a text.
 
         Raises:
             ValueError: the text has another form. The message continues a sentence that begins with the flag's name.
         """
-        raise NotImplementedError
+
+    @abstractmethod
+    def __str__(self) -> str:
+        """Write the value."""
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and str(self) == str(other)
@@ -71,10 +83,10 @@ class Duration(Word):
     @classmethod
     def parse(cls, text: str) -> Self:
         """Return the duration of a number with a unit."""
-        match = _WITH_UNIT.fullmatch(text)
-        if match is None:
+        seconds = _seconds_with_unit(text)
+        if seconds is None:
             raise ValueError(f"is {text!r}: use a duration such as 90s, 5m or 2h")
-        return cls(int(match[1]) * _UNIT_SECONDS[match[2]])
+        return cls(seconds)
 
     def __str__(self) -> str:
         """Write the duration in the largest unit that leaves no fraction."""
@@ -97,11 +109,10 @@ class TimeLimit(Duration):
     @classmethod
     def parse_as_slurm(cls, text: str) -> Self:
         """Return the time limit that Slurm understands, for which a number alone means minutes."""
-        match = _WITH_UNIT.fullmatch(text)
-        try:
-            seconds = int(match[1]) * _UNIT_SECONDS[match[2]] if match else slurm_seconds(text)
-        except ValueError:
-            seconds = None
+        seconds = _seconds_with_unit(text)
+        if seconds is None:
+            with suppress(ValueError):
+                seconds = slurm_seconds(text)
         if not seconds:
             raise ValueError(f"is {text!r}: use a duration such as 90m, 12h or 2d, or Slurm's HH:MM:SS or D-HH:MM:SS")
         return cls(60 * -(-seconds // 60))

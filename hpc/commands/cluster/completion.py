@@ -2,7 +2,7 @@
 
 import argparse
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -13,12 +13,15 @@ from hpc.base import program
 from hpc.base.errors import lacking_classifier
 from hpc.base.flags import POSITIONAL
 from hpc.commands import cli
+from hpc.programs.program_flags import ProgramFlags
+from hpc.programs.program_kinds import DEFAULT
+from hpc.submissions.options import with_program
 
 # For each command, the class of its flags, preceded by the class's module if that is not the command's own module.
 OPTIONS = {
-    "submit": "SubmitTraining", "status": "StatusOptions", "logs": "LogsOptions",
+    "submit": "SubmitOptions", "status": "StatusOptions", "logs": "LogsOptions",
     "cancel": "CancelOptions", "resume": "ResumeTraining", "fork": "ForkTraining", "evaluate": "EvaluateOptions",
-    "report": "ReportOptions", "sweep": "SweepTraining", "scaling": "ScalingTraining", "shell": "ShellOptions",
+    "report": "ReportOptions", "sweep": "SweepOptions", "scaling": "ScalingOptions", "shell": "ShellOptions",
     "sync": "SyncOptions", "clean": "CleanOptions", "supervise": "SuperviseOptions",
     "doctor": "DoctorOptions", "drill": "DrillOptions",
     "notify": "NotifyOptions", "config": "ConfigOptions", "completion": "CompletionOptions",
@@ -64,10 +67,11 @@ def completion(options: CompletionOptions) -> int:
 
 
 def options_of(command: str) -> type[Any]:
-    """Return the dataclass of a command's flags."""
+    """Return the dataclass of a command's flags, with those of the default program if it submits any."""
     module, _, name = OPTIONS[command].rpartition(":")
     options: type[Any] = getattr(importlib.import_module(module or module_of(command)), name)
-    return options
+    takes_any = any(field.type is ProgramFlags for field in fields(options))
+    return with_program(options, DEFAULT) if takes_any else options
 
 
 main = partial(cli.run, completion, CompletionOptions, "completion")

@@ -8,13 +8,12 @@ from typing import Annotated, Any
 
 from hpc.base.flags import Flag
 from hpc.base.units import Gpus, NodeRange
-from hpc.programs.program_kinds import DEFAULT
 from hpc.run.spec import Resources
 from hpc.studies.group import GroupDir
 from hpc.studies.members import common, user_code
 from hpc.studies.scaling_study import Mode, ScalingDir, ScalingSpec, ScalingStudy, read_gpus, read_nodes, split_sizes
 from hpc.studies.study import main as run_study
-from hpc.submissions.options import SubmitOptions, with_program
+from hpc.submissions.options import SubmitOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +54,6 @@ class ScalingOptions(ScalingFlags, SubmitOptions):
     To continue an interrupted study, type hpc scaling --name NAME. The runs are in runs/NAME: hpc status, hpc cancel
     and hpc report accept NAME.
     """
-
-
-ScalingTraining = with_program(ScalingOptions, DEFAULT)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

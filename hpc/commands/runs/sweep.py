@@ -7,13 +7,12 @@ from typing import Annotated, Any
 
 from hpc.base.errors import UserError, need_package
 from hpc.base.flags import Flag
-from hpc.programs.program_kinds import DEFAULT
 from hpc.studies.group import GroupDir
 from hpc.studies.members import common, user_code
 from hpc.studies.study import ContinueOptions, Study
 from hpc.studies.study import main as run_study
 from hpc.studies.sweep_spec import Direction, Pruner, Sampler, SweepDir, SweepSpec, grid_of, read_space
-from hpc.submissions.options import SubmitOptions, with_program
+from hpc.submissions.options import SubmitOptions
 
 _TRIALS, _PARALLEL = 20, 4
 
@@ -65,9 +64,6 @@ class ContinueSweep(ContinueOptions):
     """Continue a sweep."""
 
     trials: int | None = None
-
-
-SweepTraining = with_program(SweepOptions, DEFAULT)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,13 +4,10 @@ import sys
 from collections.abc import Sequence
 
 from hpc.base import program
-from hpc.programs.program_kinds import DEFAULT
 from hpc.submissions.answer import show
 from hpc.submissions.new_run import start_run
-from hpc.submissions.options import SubmitOptions, run_verb, split_script, with_program
+from hpc.submissions.options import SubmitOptions, run_verb, split_script
 from hpc.submissions.sbatch.typed_file import replace_file
-
-SubmitTraining = with_program(SubmitOptions, DEFAULT)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
