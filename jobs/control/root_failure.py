@@ -12,7 +12,8 @@ So for one failure the coordinator sees several ended ranks, on several nodes, r
 the rank that failed:
 
 - It waits until every node has reported the ranks that ended together.
-- It ignores ranks that were started before the last interruption, because they ended as its consequence.
+- It ignores ranks that were started before the last interruption, because they ended as its consequence, and further
+  failures in a round with a bad node.
 - It also ignores a rank that dies of SIGABRT soon after the coordinator had all ranks aborted, and ranks that fail
   because they lost such a peer: the directive may arrive when torchrun has already restarted the ranks.
 - It prefers ranks that failed by themselves to ranks whose last log line reports a lost peer.
@@ -46,6 +47,8 @@ class RootFailure:
         """Ranks started before this time (seconds since the epoch) ended because of an interruption already known."""
         self.aborted_at = -inf
         """Time at which the coordinator last had all ranks aborted (seconds since the epoch)."""
+        self._bad_round = 0
+        """The last round with a bad node. The next round is without it; until then, restarted ranks fail on it again."""
         self._handled: set[RankFailed] = set()
         self._settling_since: float | None = None
 
@@ -61,7 +64,7 @@ class RootFailure:
         """
         unhandled = reported - self._handled
         aborted = [failure.started_at for failure in reported if self._is_aborted(failure)]
-        new = {failure for failure in unhandled if failure.started_at > self.explained_until}
+        new = {each for each in unhandled if each.started_at > self.explained_until and each.round > self._bad_round}
         roots = {failure for failure in new if not self._is_aborted(failure) and not _has_lost(aborted, failure)}
         self._handled |= unhandled - roots
         if not roots:
@@ -77,6 +80,8 @@ class RootFailure:
         # Restarted ranks may have failed meanwhile: their failure is the next one.
         self.explained_until = max(root.failed_at, root.started_at + _TOGETHER_SECONDS)
         self._handled |= {failure for failure in unhandled if failure.started_at <= self.explained_until}
+        if root.cause == Cause.BAD_NODE:
+            self._bad_round = root.round
         return root
 
     def _is_aborted(self, failure: RankFailed) -> bool:

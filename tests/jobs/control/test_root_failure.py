@@ -30,6 +30,15 @@ def test_bad_node_comes_before_ranks_that_left_because_of_it(root: RootFailure) 
     assert root.find({failure(0, 5.0), bad_node}, all_heard=True) == bad_node
 
 
+def test_ranks_that_fail_again_on_a_bad_node_are_no_further_failure(root: RootFailure) -> None:
+    bad_node = failure(1, 5.3, cause="bad_node")
+    again = failure(1, 9.0, cause="bad_node", started_at=8.9, restarts=1)
+    next_round = failure(0, 12.0, started_at=11.0, round=2)
+    assert root.find({bad_node}, all_heard=True) == bad_node
+    assert root.find({bad_node, again}, all_heard=True) is None
+    assert root.find({bad_node, again, next_round}, all_heard=True) == next_round
+
+
 def test_failure_waits_for_all_nodes_to_report(root: RootFailure) -> None:
     assert root.find({failure(0, 5.1)}, all_heard=False) is None
     assert root.find({failure(0, 5.1), failure(1, 5.0)}, all_heard=True) == failure(1, 5.0)
