@@ -76,12 +76,13 @@ else
 	$(BIN)/python -m pytest $(MACHINES) $(or $(TESTS),$(TIER))
 endif
 
-# Recovery in a simulated world, in thousands of schedules: make simulate SEEDS=100000. One of them, with its timeline:
-# .venv/bin/python -m tests.simulation --seed N
+# Recovery in a simulated world, in thousands of schedules that nobody has seen: make simulate SEEDS=100000. One of them,
+# with its timeline: .venv/bin/python -m tests.simulation --seed N
 SEEDS := 1000
+FIRST = $(shell date +%s)
 
 simulate: $(READY)
-	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --first $$(date +%s)
+	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --first $(FIRST)
 
 # The same tests under conditions that must not matter, for hours: make test-hard PARTS="processors order"
 test-hard: $(READY)
