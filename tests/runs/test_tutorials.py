@@ -8,7 +8,6 @@ import re
 import shlex
 import subprocess
 import sys
-import sysconfig
 import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from pathlib import Path
 
 import pytest
 from support.cluster import ROOT, Run, Site, add_script, site_without_slurm
-from support.fake_slurm import write_programs
 
 from hpc.run.rundir import RunDir
 from hpc.slurm.alive import local_jobs
@@ -101,12 +99,6 @@ def test_own_script_prints_what_it_shows() -> None:
         run.wait("the end of the run", lambda: not local_jobs(run.directory))
 
 
-# Stands for a `python3` whose new environment has its packages already: `pip install` would download 6 GB.
-PYTHON3 = """
-{python} "$@" || exit
-[ "$1 $2" != "-m venv" ] ||
-    echo "import sys; sys.path.insert(0, '{packages}')" > "$(echo "$3"/lib/python3.*/site-packages)/installed.pth"
-"""
 # What README's loop does not show. The first attempt trains until it is interrupted, the next two epochs more.
 AROUND = """
 import os, sys, time
@@ -176,14 +168,15 @@ class Newcomer:
 
     def type(self, text: str, directory: Path) -> str:
         """Type lines of bash, each of which must succeed. Returns what they print."""
-        path = f"{self.home}/.local/bin:{self.home}/programs:{Path(sys.executable).parent}:{os.environ['PATH']}"
+        path = f"{self.home}/.local/bin:{Path(sys.executable).parent}:{os.environ['PATH']}"
         settings = {"SLURM_CONF": self.site.slurm_conf, "HOME": str(self.home), "PATH": path, "COLUMNS": "160"}
-        # pip takes this "no" for the value of the setting: it builds without isolation.
-        pip = {"PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+        # The packages that the installation of this checkout has left in uv's cache.
+        cache = subprocess.run([Path(sys.executable).parent / "uv", "cache", "dir"], capture_output=True, text=True, check=True).stdout.strip()
+        uv = {"UV_OFFLINE": "1", "UV_CACHE_DIR": cache, "UV_CONSTRAINT": str(ROOT / "requirements.lock")}
         keyboard, terminal = os.openpty()
         os.write(keyboard, b"y\n")
         done = subprocess.run(
-            ["bash", "-ec", text], cwd=directory, env={**os.environ, **settings, **pip}, stdin=terminal,
+            ["bash", "-ec", text], cwd=directory, env={**os.environ, **settings, **uv}, stdin=terminal,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=500,
         )  # fmt: skip
         os.close(keyboard)
@@ -205,11 +198,8 @@ def newcomer(site: Site) -> Newcomer:
 
 def install(person: Newcomer) -> None:
     """Do what README's section Install says."""
-    programs = person.home / "programs"
-    packages = Path(sysconfig.get_path("purelib"))
-    write_programs(programs, python3=PYTHON3.format(python=Path(sys.executable).resolve(), packages=packages))
-    block = "\n".join(block_with(ROOT / "README.md", "git clone URL"))
-    printed = person.type(re.sub(r"\bURL\b", str(ROOT), block), person.home)
+    block = "\n".join(block_with(ROOT / "README.md", "git+URL"))
+    printed = person.type(block.replace("git+URL", f"git+file://{ROOT}"), person.home)
     assert re.search(r"problems?, \d+ notes?$", printed, re.MULTILINE), printed
 
 
