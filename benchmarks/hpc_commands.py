@@ -24,18 +24,6 @@ def hpc(*arguments: str, directory: Path = ROOT) -> Any:
 
 
 @contextmanager
-def supervised(runs_dir: Path) -> Iterator[None]:
-    """Have `hpc supervise` end Slurm's wait of two minutes before a requeued job may start again."""
-    runs_dir.mkdir(parents=True, exist_ok=True)
-    command = [*_HPC, "supervise", "--interval=1s", f"--runs-dir={runs_dir}"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=ROOT) as supervisor:
-        try:
-            yield
-        finally:
-            supervisor.terminate()
-
-
-@contextmanager
 def testbed(*flags: str) -> Iterator[None]:
     """A Slurm on this machine, for as long as it is needed; all that is typed meanwhile uses it."""
     command = [*_HPC, "testbed"]

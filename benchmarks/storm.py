@@ -9,9 +9,8 @@ yet, is one less for it. Goodput is the wall time without failures over that wit
 after twice its failure-free time is given up, and its goodput is an upper bound: the failure-free time times the
 share of the steps that it has made, over the wall time.
 
-First all train without failures, at once. Then ours trains in the storm, supervised (`hpc supervise`), without the
-others on the machine; then the rivals do at the same time, each on nodes of its own. Slurm is set as for
-`benchmarks/recovery`.
+First all train without failures, at once, each on nodes of its own; then all do in the storm. No supervisor runs. Slurm
+is set as for `benchmarks/recovery`.
 """
 
 import random
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Findings, RivalFlags, Row, benchmark, say
-from benchmarks.hpc_commands import hpc, supervised
+from benchmarks.hpc_commands import hpc
 from benchmarks.recovery import failures
 from benchmarks.recovery.contenders import CONTENDERS, NODES, Training, Workload, versions_of
 from benchmarks.recovery.rivals import step_log
@@ -202,13 +201,12 @@ def rows_of(calm: Mapping[str, Result], storms: Mapping[str, Result], total_step
 
 
 def measure(options: Options) -> Findings:
-    """Train without failures, all at once; then ours in the storm, then the rivals."""
+    """Train without failures, all at once; then in the storm, all at once."""
     keys = options.contenders
     rivals = versions_of(options.rivals, keys)
     with (
         tempfile.TemporaryDirectory(dir="/var/tmp", prefix="torchrelay-storm-") as made,
         failures.usual_slurm(2 * NODES * len(keys) + 4),
-        supervised(Path(made)),
     ):
         calm_weather = Storm(options=options, directory=Path(made))
         steps = options.epochs * calm_weather.workload.epoch_steps
@@ -217,8 +215,7 @@ def measure(options: Options) -> Findings:
         planned = sequence(options.seed, options.mean, max(caps.values()))
         say(", ".join(f"{each.at:.0f} {each.kind}" for each in planned))
         storm = replace(calm_weather, planned=planned)
-        storms = storm.train_all({key: cap for key, cap in caps.items() if CONTENDERS[key].is_ours})
-        storms |= storm.train_all({key: cap for key, cap in caps.items() if not CONTENDERS[key].is_ours})
+        storms = storm.train_all(caps)
     details = {key: {"calm": asdict(calm[key]), "storm": asdict(storms[key])} for key in storms}
     more = {"rivals": rivals, "details": details, "sequence": [asdict(each) for each in planned]}
     return Findings(tables={"rows": rows_of(calm, storms, steps)}, more=more)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import page
 from hpc.__main__ import PROGRAMS, VERBS
 from hpc.base import program
 from hpc.commands.cluster.completion import OPTIONS, options_of
@@ -116,3 +117,8 @@ def test_environment_variables_are_those_of_the_code() -> None:
     of_others = {"LOCAL_WORLD_SIZE", "XDG_CONFIG_HOME"}  # torchrun's, and platformdirs'
     for name in set(re.findall(r"`([A-Z][A-Z_]+)`", page)) - named - of_others:
         assert name in code, f"no line of the code has {name}"
+
+
+@pytest.mark.parametrize("name", page.PAGES)
+def test_measured_tables_are_those_of_the_results(name: str) -> None:
+    assert page.page_of(name) == text_of(name), "type .venv/bin/python -m benchmarks.page"

@@ -8,7 +8,7 @@ that rank 0 logs (`step_log.py`): the seconds from the failure to the first step
 and the steps that the restored state does not have. The cost of a failure is these seconds and those in which the lost
 steps are made again.
 
-Our own trainer, which computes without a wait, is measured before all others, by `hpc drill`. Then workers are
+The built-in classifier, which computes without a wait, is measured before all others, by `hpc drill`. Then workers are
 killed, in turns. Everything else happens to several contenders at once, each on nodes of its own, so that the minutes
 for which Slurm lets the rivals wait overlap. A step is mostly a wait (`rivals/common.py`), so the cores are idle but
 for starts. No supervisor runs.
@@ -18,16 +18,14 @@ of 20 s. On preemption a job gets the signal that it has asked for (`preempt_sen
 submitit and Lightning wants it.
 """
 
-import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 
 from benchmarks import drill
-from benchmarks.harness import RESULTS, Findings, RivalFlags, Row, benchmark, processor
+from benchmarks.harness import Findings, RivalFlags, Row, benchmark
 from benchmarks.hpc_commands import hpc
 from benchmarks.recovery import failures
 from benchmarks.recovery.comparison import Lane, Outcome, Setting, play
@@ -35,7 +33,7 @@ from benchmarks.recovery.contenders import CONTENDERS, NODES, Contender, Workloa
 from benchmarks.recovery.rivals.step_log import Recovery
 
 WORKER_KILLED = "worker killed"
-TRAINER, TRAINER_TITLE = "trainer", "ours, our own trainer"
+CLASSIFIER, CLASSIFIER_TITLE = "classifier", "built-in classifier"
 # What `hpc drill` calls the failures.
 _DRILLS = {
     WORKER_KILLED: "worker-kill", "node killed": "node-kill", "first node killed": "node-kill", "preempted": "preempt",
@@ -49,13 +47,12 @@ _MAX_TESTBED_NODES = 30
 class Options(RivalFlags):
     """How much to compare."""
 
-    contenders: tuple[str, ...] = (TRAINER, *CONTENDERS)
-    """Contenders, by their keys in `contenders.py`, and our own trainer."""
+    contenders: tuple[str, ...] = (CLASSIFIER, *(key for key in CONTENDERS if key != "plain"))
+    """Contenders, by their keys in `contenders.py`, and the built-in classifier."""
     kinds: tuple[str, ...] = tuple(failures.KINDS)
     """Kinds of failures."""
     repeats: int = 3
-    """How often each failure meets ours, and a killed worker a rival; a rival is preempted twice at most, and all else
-    happens to it once."""
+    """How often each failure meets each contender that comes back from it."""
     cap: float = 600.0
     """Seconds after which a training that has not come back counts as lost."""
     hang_cap: float = 180.0
@@ -67,7 +64,7 @@ class Options(RivalFlags):
 def lanes(options: Options, *, worker_killed: bool) -> list[Lane]:
     """Return who fails when: with `worker_killed` where a rank is replaced at once, else in all other ways."""
     found = []
-    for contender in (CONTENDERS[key] for key in options.contenders if key != TRAINER):
+    for contender in (CONTENDERS[key] for key in options.contenders if key != CLASSIFIER):
         for lane in _lanes(contender, options.repeats):
             kept = {kind: repeats for kind, repeats in lane.plan.items() if kind in options.kinds}
             if kept and lane.in_turns == worker_killed:
@@ -87,23 +84,23 @@ def _lanes(contender: Contender, repeats: int) -> Iterator[Lane]:
         yield Lane(contender=contender, plan={"preempted": repeats})
         return
     # Each of the two takes as long as the other: a dead node, and Slurm's waits.
-    slow = {} if contender.restarts_in_place else {WORKER_KILLED: 1}
-    yield Lane(contender=contender, plan={**slow, "hung": 1, "node killed": 1})
-    yield Lane(contender=contender, plan={"preempted": min(repeats, 2), "first node killed": 1})
+    slow = () if contender.restarts_in_place else (WORKER_KILLED,)
+    yield Lane(contender=contender, plan=dict.fromkeys((*slow, "hung", "node killed"), repeats))
+    yield Lane(contender=contender, plan=dict.fromkeys(("preempted", "first node killed"), repeats))
 
 
-def drill_trainer(options: Options, directory: Path) -> list[Outcome]:
-    """Return what became of our own trainer, on a run of its own."""
+def drill_classifier(options: Options, directory: Path) -> list[Outcome]:
+    """Return what became of the built-in classifier, on a run of its own."""
     run, found = drill.submit(directory), []
     for kind in options.kinds:
-        for _ in range(options.repeats if kind == WORKER_KILLED else 1):
+        for _ in range(options.repeats):
             drill.wait_for_steps(run, seconds=0.0)
             [head, *_, last] = drill.status(run)["attempts"][-1]["nodes"]
             victim = {"node killed": last, "first node killed": head}.get(kind)
             [*_, cost] = drill.play(run, _DRILLS[kind], *([f"--node={victim}"] if victim else []))
             recovery = Recovery(seconds=round(cost["seconds"]["total"], 1), steps_lost=cost["steps_lost"])
             lost = round(cost["steps_lost"] * drill.BATCH / drill.status(run)["images_per_second"], 1)
-            found.append(Outcome(title=TRAINER_TITLE, kind=kind, recovery=recovery, work_lost=lost))
+            found.append(Outcome(title=CLASSIFIER_TITLE, kind=kind, recovery=recovery, work_lost=lost))
             if victim:
                 hpc("testbed", "revive-node", victim)
     hpc("cancel", str(run))
@@ -117,10 +114,7 @@ def rows_of(outcomes: Sequence[Outcome]) -> list[Row]:
         for title in dict.fromkeys(outcome.title for outcome in outcomes if outcome.kind == kind):
             same = [outcome for outcome in outcomes if (outcome.kind, outcome.title) == (kind, title)]
             back = [(outcome.recovery, outcome.work_lost) for outcome in same if outcome.recovery]
-            date = datetime.now(UTC).date().isoformat()
-            row: dict[str, object] = {
-                "failure": kind, "contender": title, "date": date, "processor": processor(), "times": len(same)
-            }  # fmt: skip
+            row: dict[str, object] = {"failure": kind, "contender": title, "times": len(same)}
             row |= dict.fromkeys(("seconds", "from", "to", "steps_lost", "work_lost_s", "cost_s"))
             if back:
                 seconds = [recovery.seconds for recovery, _ in back]
@@ -137,7 +131,7 @@ def rows_of(outcomes: Sequence[Outcome]) -> list[Row]:
 def measure(options: Options) -> Findings:
     """Build a testbed, and let everything fail on it."""
     in_turns, others = lanes(options, worker_killed=True), lanes(options, worker_killed=False)
-    rivals = versions_of(options.rivals, [key for key in options.contenders if key != TRAINER])
+    rivals = versions_of(options.rivals, [key for key in options.contenders if key != CLASSIFIER])
     workload = Workload(rivals=options.rivals, images=options.images)
     caps = dict.fromkeys(failures.KINDS, options.cap) | {"hung": options.hang_cap}
     # A lane may have lost a node, and gets others after a preemption.
@@ -147,27 +141,16 @@ def measure(options: Options) -> Findings:
         failures.usual_slurm(nodes),
     ):
         setting = Setting(workload=workload, directory=Path(made), caps=caps)
-        outcomes = drill_trainer(options, Path(made)) if TRAINER in options.contenders else []
+        outcomes = drill_classifier(options, Path(made)) if CLASSIFIER in options.contenders else []
         outcomes += play(in_turns, setting)
         outcomes += play(others, setting)
     more = {"rivals": rivals, "epoch_steps": workload.epoch_steps, "slurmd_timeout": failures.SLURMD_TIMEOUT}
-    return Findings(tables={"rows": [*rows_of(outcomes), *_kept(options)]}, more=more)
-
-
-def _kept(options: Options) -> list[Row]:
-    """Return the recorded rows of the failures and contenders that `--kinds` and `--contenders` leave out."""
-    record = RESULTS / "recovery.json"
-    if not record.exists():
-        return []
-    earlier = json.loads(record.read_text(encoding="utf-8"))
-    rows = [{"processor": earlier["machine"]["processor"], **row} for row in earlier["rows"]]
-    titles = {TRAINER_TITLE if key == TRAINER else CONTENDERS[key].title for key in options.contenders}
-    return [row for row in rows if row["failure"] not in options.kinds or row["contender"] not in titles]
+    return Findings(tables={"rows": rows_of(outcomes)}, more=more)
 
 
 if __name__ == "__main__":
     small = {
-        "contenders": (TRAINER, "ours", "submitit"), "kinds": (WORKER_KILLED,), "repeats": 1, "cap": 120.0,
+        "contenders": (CLASSIFIER, "ours", "submitit"), "kinds": (WORKER_KILLED,), "repeats": 1, "cap": 120.0,
         "images": 2560,
     }  # fmt: skip
     benchmark("recovery", Options, measure, small=small, packages=("torch",))

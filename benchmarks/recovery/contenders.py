@@ -1,4 +1,4 @@
-"""The contenders of `benchmarks/recovery` and `storm.py`: how each submits the training of `rivals/`.
+"""The contenders of `benchmarks/recovery`, `storm.py` and `overhead.py`: how each submits the training of `rivals/`.
 
 Every one trains the same network on the same images with the same global batch, on 2 nodes with a rank each, and every
 rank asks for a GPU, which the testbed only pretends to have: so a job has its nodes for itself.
@@ -200,6 +200,16 @@ def _submit_ft_launcher(training: Training) -> str:
     return _sbatch(training, f"{head}srun --cpus-per-task=1 {' '.join(map(str, words))}{again}")
 
 
+def _submit_torchrun(training: Training) -> str:
+    words: list[str | Path] = [
+        training.workload.rivals, "-m torch.distributed.run", f"--nnodes={NODES}", "--nproc-per-node=1",
+        "--rdzv-backend=c10d", '--rdzv-endpoint="$head:29500"', '--rdzv-id="$SLURM_JOB_ID"',
+        SCRIPTS / "torchrun_ddp.py", *training.workload.flags(training.output),
+    ]  # fmt: skip
+    head = 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
+    return _sbatch(training, f"{head}srun --cpus-per-task=1 {' '.join(map(str, words))}")
+
+
 def _last_word(command: Sequence[str | Path]) -> str:
     done = _typed(command)
     if done.returncode != 0:
@@ -215,12 +225,13 @@ def _typed(command: Sequence[str | Path], cwd: Path = ROOT, **environment: str) 
 CONTENDERS = {
     contender.key: contender
     for contender in (
-        Contender(key="ours", title="ours", submit=_submit_ours, is_ours=True),
+        Contender(key="ours", title="script with torchrelay", submit=_submit_ours, is_ours=True),
         Contender(
-            key="unchanged", title="ours, unchanged script", submit=_submit_ours, script="torchrun_ddp.py", is_ours=True
+            key="unchanged", title="unchanged script", submit=_submit_ours, script="torchrun_ddp.py", is_ours=True
         ),
-        Contender(key="spare", title="ours, with a spare node", submit=_submit_ours, is_ours=True, spares=1),
-        Contender(key="submitit", title="submitit, torchrun", package="submitit", submit=_submit_submitit),
+        Contender(key="spare", title="script with torchrelay, spare node", submit=_submit_ours, is_ours=True, spares=1),
+        Contender(key="plain", title="srun torchrun", submit=_submit_torchrun),
+        Contender(key="submitit", title="submitit + torchrun", package="submitit", submit=_submit_submitit),
         Contender(
             key="ft_launcher", title="ft_launcher", package="nvidia-resiliency-ext", submit=_submit_ft_launcher
         ),

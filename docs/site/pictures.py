@@ -35,8 +35,8 @@ PANELS = {
 }
 # The benchmark's names, and those in the chart.
 CONTENDERS = {
-    "ours": "Torchrelay, step 2",
-    "submitit, torchrun": "submitit + torchrun",
+    "script with torchrelay": "Torchrelay, step 2",
+    "submitit + torchrun": "submitit + torchrun",
     "ft_launcher": "ft_launcher",
     "Lightning": "Lightning",
     "torchx": "torchx",
@@ -62,7 +62,7 @@ def draw_chart() -> None:
             panel.barh(range(len(CONTENDERS)), [value or 0 for value in seconds], color=COLORS)
             for position, name in enumerate(CONTENDERS):
                 row = found[failure, name]
-                text = row.get("not_back", "not back") if row["seconds"] is None else in_words(row["seconds"])
+                text = "not back" if row["seconds"] is None else in_words(row["seconds"])
                 panel.text(row["seconds"] or 0, position, f" {text}", va="center", color=ink, fontsize=9)
             panel.set_title(title, color=ink, fontsize=10, loc="left")
             panel.set_yticks(range(len(CONTENDERS)), CONTENDERS.values(), color=ink)

@@ -4,7 +4,6 @@ from pathlib import Path
 
 from benchmarks.harness import Sample
 from benchmarks.recovery.rivals import step_log
-from benchmarks.restart import __main__ as restart
 from benchmarks.speed import __main__ as speed
 from benchmarks.speed.loops import Case
 from benchmarks.staging import __main__ as staging
@@ -37,26 +36,6 @@ def test_a_training_that_only_started_again_has_not_recovered() -> None:
     # It failed once more before its first step.
     log += [start(8, 3, 0), *steps(9, 3, 1)]
     assert step_log.recovery(log, failed_at=4) == step_log.Recovery(seconds=5.0, steps_lost=2)
-
-
-# --- restarts ---
-
-
-CASE = restart.Case(kind="forked", model="small-cnn", ranks=1)
-
-
-def test_a_restart_ends_when_the_last_rank_has_made_a_step() -> None:
-    found = [
-        {"event": "start", "rank": 0, "time": 104.0, "began": 102.0, "imported": 103.5},
-        {"event": "start", "rank": 1, "time": 106.0, "began": 103.0, "imported": 105.0},
-        {"event": "first_step", "rank": 1, "time": 106.0},
-        {"event": "first_step", "rank": 0, "time": 107.0},
-        {"event": "step", "time": 108.0},
-    ]
-    parts = restart.parts_of(found, killed_at=100.0)
-    assert parts == {"import": 2.0, "total": 7.0}
-    row = restart.row(CASE, [parts, {}])
-    assert (row["total, s"], row["least, s"], row["restarts"], row["hung"]) == (7.0, 7.0, 1, 1)
 
 
 # --- speed ---

@@ -171,7 +171,9 @@ class Newcomer:
         path = f"{self.home}/.local/bin:{Path(sys.executable).parent}:{os.environ['PATH']}"
         settings = {"SLURM_CONF": self.site.slurm_conf, "HOME": str(self.home), "PATH": path, "COLUMNS": "160"}
         # The packages that the installation of this checkout has left in uv's cache.
-        cache = subprocess.run([Path(sys.executable).parent / "uv", "cache", "dir"], capture_output=True, text=True, check=True).stdout.strip()
+        cache = subprocess.run(
+            [Path(sys.executable).parent / "uv", "cache", "dir"], capture_output=True, text=True, check=True
+        ).stdout.strip()
         uv = {"UV_OFFLINE": "1", "UV_CACHE_DIR": cache, "UV_CONSTRAINT": str(ROOT / "requirements.lock")}
         keyboard, terminal = os.openpty()
         os.write(keyboard, b"y\n")

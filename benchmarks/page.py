@@ -1,0 +1,216 @@
+"""Writes the measured tables of README and docs from `benchmarks/results`: `python -m benchmarks.page`.
+
+Each table stands between `<!-- table: NAME -->` and `<!-- end -->`. `make bench` ends with this script, and a test says
+whether each table is that of the results, so no number is ever edited by hand.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from benchmarks.harness import RESULTS, ROOT
+
+Row = Mapping[str, Any]
+PAGES = ("README.md", "docs/explanation/performance.md", "docs/explanation/recovery.md", "docs/how-to/own-script.md")
+_TABLE = re.compile(r"(<!-- table: ([a-z ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+SCRIPT, UNCHANGED, CLASSIFIER = "script with torchrelay", "unchanged script", "built-in classifier"
+SUBMITIT, SPARE = "submitit + torchrun", "script with torchrelay, spare node"
+_FAILURES = {
+    "worker killed": "a process is killed", "hung": "a process hangs", "node killed": "a node dies",
+    "first node killed": "the first node dies", "preempted": "preemption, 20 s of notice",
+}  # fmt: skip
+_SECTIONS = {
+    "recovery": "an interruption", "storm": "goodput", "speed": "training speed",
+    "snapshots": "snapshots", "step_counter": "counted steps", "commands": "commands",
+}  # fmt: skip
+
+
+def result(name: str) -> dict[str, Any]:
+    """Return what a benchmark has recorded."""
+    return dict(json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")))
+
+
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[object]], numbers: int = 99) -> str:
+    """Return a table whose last `numbers` columns are aligned to the right, but not the first."""
+    aligned = ["--:" if index and index >= len(columns) - numbers else "---" for index in range(len(columns))]
+    lines = [" | ".join(columns), " | ".join(aligned), *(" | ".join(map(str, row)) for row in rows)]
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}"
+
+
+def machines() -> str:
+    """Return where and when each section of the page was measured."""
+    rows = []
+    for name, section in _SECTIONS.items():
+        machine = result(name)["machine"]
+        where = (machine["processor"].replace("(R)", ""), machine["date"], f"`{machine['commit']}`")
+        rows.append((section, f"`benchmarks.{name}`", *where))
+    first = result("recovery")["machine"]
+    python = f"{first['cores']} cores, {first['memory_gib']} GB, {first['slurm'].removeprefix('slurm-wlm ')}"
+    words = f"Slurm {python.rpartition(' ')[2]}, Python {first['python']}, torch {first['torch']}"
+    head = f"{first['cores']} cores, {first['memory_gib']} GB of memory, Debian 12, {words}, on the CPU."
+    return f"{head}\n\n{markdown(('section', 'script', 'processor', 'date', 'commit'), rows, 0)}"
+
+
+def _costs() -> dict[tuple[str, str], Row]:
+    return {(row["failure"], row["contender"]): row for row in result("recovery")["rows"]}
+
+
+def _cell(row: Row | None) -> str:
+    """Return the cost of an interruption, and its parts."""
+    if row is None:
+        return "-"
+    if row["cost_s"] is None:
+        return "not back"
+    return f"**{_number(row['cost_s'])}** ({_number(row['seconds'])} + {row['steps_lost']} steps)"
+
+
+def recovery() -> str:
+    """Return what each interruption costs each contender."""
+    costs = _costs()
+    contenders = (SCRIPT, UNCHANGED, CLASSIFIER, SUBMITIT, "ft_launcher", "Lightning", "torchx")
+    rows = [[words, *(_cell(costs.get((kind, name))) for name in contenders)] for kind, words in _FAILURES.items()]
+    spare = costs.get(("node killed", SPARE))
+    return markdown(
+        ("seconds lost", *contenders), [*rows, ["a node dies, with a spare", _cell(spare), *["-"] * 6]], len(contenders)
+    )
+
+
+def repetitions() -> str:
+    """Return how often each contender met each interruption."""
+    times = sorted({row["times"] for row in result("recovery")["rows"] if row["cost_s"] is not None})
+    return f"Medians of {' to '.join(map(str, {times[0]: 0, times[-1]: 0}))} runs."
+
+
+def first_screen() -> str:
+    """Return README's table."""
+    costs, kinds = _costs(), ("worker killed", "node killed", "preempted")
+    contenders = {SUBMITIT: SUBMITIT, UNCHANGED: "Torchrelay, step 1", SCRIPT: "Torchrelay, step 2"}
+    rows = [[_FAILURES[kind], *(f"{costs[kind, name]['cost_s']:.0f}" for name in contenders)] for kind in kinds]
+    return markdown(("seconds lost (standstill + repeated steps)", *contenders.values()), rows)
+
+
+def own_recovery() -> str:
+    """Return the standstill and the lost steps of a script and of the classifier."""
+    costs = _costs()
+    columns = (
+        "interruption", "your script: s to next step", "steps lost", "unchanged script: s", "steps lost",
+        "classifier: s", "steps lost",
+    )  # fmt: skip
+    rows = []
+    for kind, words in _FAILURES.items():
+        cells = list[str]()
+        for name in (SCRIPT, UNCHANGED, CLASSIFIER):
+            row = costs.get((kind, name))
+            cells += [_number(row["seconds"]), f"{row['steps_lost']} ({row['work_lost_s']} s)"] if row else ["-", "-"]
+        rows.append([words, *cells])
+    return markdown(columns, rows)
+
+
+def storm() -> str:
+    """Return the goodput of each contender."""
+    columns = ("tool", "without interruptions, s", "with, s", "complete", "steps", "recomputed", "met", "goodput")
+    keys = (
+        "contender", "without_failures_s", "in_the_storm_s", "complete", "steps", "recomputed", "failures", "goodput",
+    )  # fmt: skip
+    return markdown(columns, [[row[key] for key in keys] for row in result("storm")["rows"]])
+
+
+def overhead() -> str:
+    """Return what a training costs when nothing fails."""
+    found = result("overhead")
+    numbers = ("images/s", "CPU of a step, ms", "memory of a node, MB")
+    rows = [
+        [
+            row["training"], f"{row['start, s']:.1f} ({row['least start, s']} to {row['most start, s']})",
+            *(f"{_number(row[name])} ({row[name + ', ratio']:.2f})" for name in numbers),
+        ]
+        for row in found["rows"]
+    ]  # fmt: skip
+    [torch] = found["import"]
+    note = f"The import of torch alone takes {torch['import of torch, s']:.1f} s."
+    return f"{markdown(('training', 'start, s (range)', *numbers), rows)}\n\n{note}"
+
+
+def speed() -> str:
+    """Return the images per second of each loop."""
+    rows = result("speed")["rows"]
+    cases = list(dict.fromkeys((row["model"], row["images"]) for row in rows))
+    loops = list(dict.fromkeys(row["loop"] for row in rows))
+    by_case = {(row["model"], row["images"], row["loop"]): row for row in rows}
+
+    def cell(case: tuple[str, str], loop: str) -> str:
+        row = by_case.get((*case, loop))
+        return f"{row['images_per_second']:,.0f} ({row['by_hand_written']:.2f}), {row['mib']}" if row else "-"
+
+    names = {"ours": "Torchrelay", "torchvision": "torchvision's style", **result("speed").get("names", {})}
+    return markdown(
+        ("loop", *(", ".join(case) for case in cases)),
+        [[names.get(loop, loop), *(cell(case, loop) for case in cases)] for loop in loops],
+    )
+
+
+def snapshots() -> str:
+    """Return what a snapshot costs."""
+    rows = result("snapshots")["rows"]
+    columns = (
+        "model", "MB a rank", "a copy in memory, ms", "CPU time, ms: classifier", "script", "`async_save`",
+        "training waits, ms: script", "`async_save`",
+    )  # fmt: skip
+    table = []
+    for model, ranks in dict.fromkeys((row["model"], row["ranks"]) for row in rows):
+        by = {row["saved_by"]: row for row in rows if (row["model"], row["ranks"]) == (model, ranks)}
+        script, rival = by["script"], by["async_save"]
+        costs = [_number(by[name]["cost_ms"]) if name in by else "-" for name in ("classifier", "script", "async_save")]
+        stalls = [_number(each["stall_ms"]) for each in (script, rival)]
+        name = model if ranks == 1 else f"{model}, {ranks} nodes"
+        table.append([name, f"{script['rank_mb']:,.1f}", f"{script['copy_ms']:.1f}", *costs, *stalls])
+    return markdown(columns, table)
+
+
+def step_counter() -> str:
+    """Return what it costs to count a step."""
+    by = {row["steps"]: row for row in result("step_counter")["rows"]}
+    microseconds = by["counted - plain, in pairs"]["median_us"]
+    return f"It takes {microseconds:.1f} µs of CPU time a step (median of pairs, `python -m benchmarks.step_counter`)."
+
+
+def commands() -> str:
+    """Return what commands cost who types them."""
+    rows = [
+        [f"`{row['command']}`" if row["command"].startswith("hpc") else row["command"], row["seconds"], row["CPU, s"],
+         row["peak memory, MB"]]
+        for row in result("commands")["rows"]
+    ]  # fmt: skip
+    return markdown(("command", "median, s", "CPU, s", "peak memory, MB"), rows)
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "machines": machines, "recovery": recovery, "repetitions": repetitions, "first screen": first_screen,
+    "own recovery": own_recovery, "storm": storm, "overhead": overhead, "speed": speed, "snapshots": snapshots,
+    "step counter": step_counter, "commands": commands,
+}  # fmt: skip
+
+
+def _filled(match: "re.Match[str]") -> str:
+    return f"{match[1]}\n{TABLES[match[2]]()}\n\n{match[3]}"
+
+
+def page_of(name: str) -> str:
+    """Return the text of a page with the tables of the results."""
+    return _TABLE.sub(_filled, (ROOT / name).read_text(encoding="utf-8"))
+
+
+def main() -> None:
+    """Write all pages."""
+    for name in PAGES:
+        (ROOT / name).write_text(page_of(name), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
