@@ -133,29 +133,6 @@ def test_client_that_replays_a_session_is_refused(server: Server) -> None:
         assert is_closed(unauthenticated)
 
 
-def test_message_that_was_altered_or_repeated_ends_the_connection(server: Server) -> None:
-    with client(server.port) as connection:
-        text = b'{"text":"good"}'
-        mac = transport._mac(connection._send_key, transport._NUMBER.pack(0), text)
-        connection.send_bytes(transport._LENGTH.pack(len(text)) + mac + text.replace(b"good", b"evil"))
-        assert_ended_by_the_server(connection)
-    with client(server.port) as connection:
-        connection.send({"text": "once"})
-        connection.receive()
-        connection._sent = 0
-        connection.send({"text": "once"})
-        assert_ended_by_the_server(connection)
-    assert works(server)
-
-
-def test_altered_answer_is_not_believed(server: Server) -> None:
-    with client(server.port) as connection:
-        connection._receive_key = bytes(32)
-        connection.send({})
-        with pytest.raises(TransportError, match="altered, repeated or added"):
-            connection.receive()
-
-
 def test_silent_client_times_out_while_others_are_served(
     serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,7 +176,7 @@ def test_authenticated_connections_are_limited_and_none_is_cut(serve: Callable[.
     assert works(server), "places are given back"
 
 
-def test_oversized_message_is_refused_by_its_length_and_half_a_message_is_none(server: Server) -> None:
+def test_oversized_message_is_refused_by_its_length(server: Server) -> None:
     with client(server.port) as connection:
         connection.send_bytes(transport._LENGTH.pack(2**32 - 1))
         assert_ended_by_the_server(connection)
@@ -207,10 +184,6 @@ def test_oversized_message_is_refused_by_its_length_and_half_a_message_is_none(s
         connection.send({"text": "x" * 1000})
         with pytest.raises(TransportError):
             connection.receive()
-    with client(server.port) as connection:
-        connection.send_bytes(transport._LENGTH.pack(100) + bytes(40))
-        connection.socket.shutdown(socket.SHUT_WR)
-        assert_ended_by_the_server(connection)
     assert works(server)
 
 
