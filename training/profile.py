@@ -27,6 +27,7 @@ from training.data.image_folder import FolderImages
 from training.data.loader import Batch, load_batches, load_device_batches, to_device
 from training.engine.launch import make_trainer
 from training.engine.trainer import Trainer
+from training.models.parallel import postpone_reduction
 from training.runtime.determinism import configure
 from training.runtime.process_group import connect, disconnect
 from training.runtime.run_context import RunContext, rank_info_from
@@ -165,7 +166,7 @@ class Meter:
         copy = self._milliseconds(lambda: self._on_device(batch)) if device != batch.images.device else None
         ready = self._on_device(batch)
         synchronised = self._milliseconds(lambda: self._step(ready)) if self.group.world_size > 1 else None
-        with trainer.stepper.wrapped.no_sync():
+        with postpone_reduction(trainer.stepper.wrapped):
             compute = self._milliseconds(lambda: self._step(ready))
         with load_device_batches(device, source, self._requests(), workers) as batches:
             step = self._milliseconds(lambda: self._step(next(batches)))

@@ -17,7 +17,7 @@ from training.engine.loss import Loss
 from training.engine.loss_meter import LossMeter
 from training.engine.optim import LrSchedule, set_learning_rate
 from training.models.factory import Preprocess, autocast, set_train_mode
-from training.models.parallel import compiler_error, wrap_for_training
+from training.models.parallel import compiler_error, postpone_reduction, wrap_for_training
 from training.runtime.counter_rng import Purpose, derive_key
 from training.runtime.determinism import operation_without_kernel, watch_operations
 from training.runtime.process_group import ProcessGroup, SharedError
@@ -117,7 +117,7 @@ class Stepper:
         micro_batches = config.grad_accum_steps
         for index in range(micro_batches):
             start, end = split_range(len(batch.labels), index, micro_batches, self.schedule.samples_per_group)
-            with nullcontext() if index == micro_batches - 1 else self.wrapped.no_sync():
+            with nullcontext() if index == micro_batches - 1 else postpone_reduction(self.wrapped):
                 loss, correct = self._loss(batch.images[start:end], batch.labels[start:end], mix)
                 if self.fault.inject("loss", progress.step + 1, self.group.rank):
                     loss = loss * math.nan

@@ -4,6 +4,7 @@ Neither DDP, the compiler nor FSDP changes the names of the model's tensors or i
 """
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,8 +43,10 @@ def place_model(model: nn.Module, config: TrainConfig, group: ProcessGroup) -> n
 
 def wrap_for_training(
     model: nn.Module, config: TrainConfig, group: ProcessGroup
-) -> "DistributedDataParallel | FsdpModel":
-    """Wrap the model in DDP, or in `FsdpModel` if FSDP has sharded it.
+) -> "DistributedDataParallel | FsdpModel | nn.Module":
+    """Wrap the model in DDP, or in `FsdpModel` if FSDP has sharded it. A single rank's model stays as it is.
+
+    With one rank, DDP would change no bit, but copy all gradients into its buckets in each step.
 
     In training, each rank has its own batch statistics; saved states and evaluations use rank 0's. Gradients are views
     of DDP's buckets, which saves a copy of all gradients. Raises SharedError if --checkpoint-activations is on, but the
@@ -57,6 +60,8 @@ def wrap_for_training(
         return FsdpModel(model, group, syncs_buffers=has_other_buffers(model))
     if config.compile:
         compile_training(model, group.cores, repeatable=config.deterministic != "off")
+    if group.world_size == 1:
+        return model
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     # The constructor's argument has different names in torch 2.11 and 2.15.
     ddp.broadcast_buffers = has_other_buffers(model)
@@ -78,7 +83,14 @@ def has_other_buffers(model: nn.Module) -> bool:
     return not norms.issuperset(model.buffers())
 
 
-def allreduce_seconds(wrapped: "DistributedDataParallel | FsdpModel") -> tuple[float, float] | None:
+def postpone_reduction(wrapped: "DistributedDataParallel | FsdpModel | nn.Module") -> AbstractContextManager[None]:
+    """Return the context of each micro-batch of a step but the last: the gradients are reduced after the last one."""
+    if isinstance(wrapped, nn.Module) and not isinstance(wrapped, DistributedDataParallel):
+        return nullcontext()
+    return wrapped.no_sync()
+
+
+def allreduce_seconds(wrapped: "DistributedDataParallel | FsdpModel | nn.Module") -> tuple[float, float] | None:
     """Return the seconds of the gradients' all-reduce in the last step that DDP has measured on this rank.
 
     The first number is the time from the start of the first bucket to the end of the last one; the second is its part

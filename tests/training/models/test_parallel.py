@@ -1,5 +1,6 @@
 """What is put around a model for its training does what it says, and changes nothing else."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,11 @@ def gradients(trainer: Trainer) -> list[torch.Tensor]:
 
 
 def test_compressed_gradients_are_rounded_to_bfloat16(group: ProcessGroup, idx_data: Path, tmp_path: Path) -> None:
-    exact = gradients(trainer_with(group, idx_data, tmp_path / "exact"))
-    rounded = gradients(trainer_with(group, idx_data, tmp_path / "rounded", compress_gradients="bf16"))
+    trainer = trainer_with(group, idx_data, tmp_path / "exact")
+    exact = gradients(trainer)
+    trainer = trainer_with(group, idx_data, tmp_path / "rounded", compress_gradients="bf16")
+    trainer.stepper.wrapped = wrap_for_training(trainer.state.model, trainer.config, replace(group, world_size=2))
+    rounded = gradients(trainer)
     assert not any(torch.equal(value, value.bfloat16().float()) for value in exact)
     assert all(torch.equal(value, other.bfloat16().float()) for value, other in zip(rounded, exact, strict=True))
 
@@ -47,12 +51,15 @@ def test_images_of_one_channel_have_the_strides_of_channels_last(
 def test_rank_0_broadcasts_buffers_in_each_step_only_if_the_forward_pass_may_read_them(
     group: ProcessGroup, idx_data: Path, tmp_path: Path
 ) -> None:
-    ddp = trainer_with(group, idx_data, tmp_path / "run", model="resnet20").stepper.wrapped
+    trainer = trainer_with(group, idx_data, tmp_path / "run", model="resnet20")
+    assert trainer.stepper.wrapped is trainer.state.model, "a single rank has nothing to reduce"
+    ranks = replace(group, world_size=2)
+    ddp = wrap_for_training(trainer.state.model, trainer.config, ranks)
     assert isinstance(ddp, DistributedDataParallel)
     assert not ddp.will_sync_module_buffers()
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
     model.register_buffer("calls", torch.zeros(()))
-    wrapped = wrap_for_training(model, TrainConfig(data="x"), group)
+    wrapped = wrap_for_training(model, TrainConfig(data="x"), ranks)
     assert isinstance(wrapped, DistributedDataParallel)
     assert wrapped.will_sync_module_buffers()
 
