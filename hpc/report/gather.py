@@ -20,7 +20,6 @@ from hpc.base.text import csv_cell, csv_text
 from hpc.programs.program_kinds import EvaluationTask
 from hpc.run.events.downtime import PARTS
 from hpc.run.events.history import History
-from hpc.run.events.timeline import Period, periods_of
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.status.summary import TERMINAL, Summary
@@ -106,14 +105,6 @@ class RunRecord:
         """The number of steps in an epoch; None for a program without a flag `epochs`, and before the first step."""
         total, epochs = self.summary.total_steps, self.settings.get("epochs")
         return total / epochs if total and epochs else None
-
-    def periods(self, now: float) -> list[Period]:
-        """Return the periods of the run until its end or `now`; none before the first attempt."""
-        if not self.attempts:
-            return []
-        own_script = self.spec is not None and not self.spec.program.reports_steps
-        ended = (self.attempts[-1]["ended"] or self.history.events[-1].time) if self.has_ended else now
-        return periods_of(self.history, self.summary.interruptions, ended, own_script=own_script)
 
 
 def gather(run: RunDir, summary: Summary) -> RunRecord:

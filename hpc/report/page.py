@@ -1,6 +1,7 @@
 """Prepares the data that the templates need for the page of a run or of a comparison. Pure; runs on the login node."""
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from hpc.base.text import few
@@ -11,6 +12,7 @@ from hpc.report.charts import line_style
 from hpc.report.command import shell_text, submit_command
 from hpc.report.gather import RunRecord, labels_of
 from hpc.report.rendering import render
+from hpc.run.events.downtime import waits_of
 from hpc.run.events.kinds import Preflight, Software
 from hpc.status import cells
 from hpc.status.details import largest_parts
@@ -25,8 +27,6 @@ _MARKS = (
     ("failure", "a failure, with the steps or the time that it cost"),
     ("outside", "a preemption or time limit"),
 )
-# Color of each kind of period (hpc.run.events.timeline).
-_PERIODS = {"queue": "queue", "startup": "s1", "training": "s3", "recovery": "failure"}
 
 
 def run_page(record: RunRecord, tables: Sequence[str], now: float) -> str:
@@ -46,7 +46,7 @@ def run_page(record: RunRecord, tables: Sequence[str], now: float) -> str:
         plots=plots_of([] if evaluation else [record]),
         evaluation=evaluation,
         mark_legend=_MARKS,
-        **_timeline(record, now),
+        timeline=_timeline(record, now),
         interruptions=[_interruption_row(row) for row in record.interruptions],
         classes=classes if has_few else worst[:_MAX_LISTED],
         has_matrix=has_few,
@@ -103,10 +103,8 @@ def _facts(record: RunRecord) -> list[tuple[str, str]]:
         "Nodes": few(sorted({node for attempt in summary.attempts for node in attempt.nodes})),
         "Wait in the queue": summary.queue_seconds and formats.duration(summary.queue_seconds),
     }
-    if hours := summary.gpu_hours:
-        unit = "Rank-hours" if cells.is_on_cpu(summary) else "GPU-hours"
-        parts = [f"{name} {value:.3g}" for name, value in hours.items() if name != "allocated" and value]
-        facts[unit] = f"{hours['allocated']:.3g}: {', '.join(parts)}"
+    if hours := cells.gpu_hours(summary):
+        facts["Rank-hours" if cells.is_on_cpu(summary) else "GPU-hours"] = hours
     return [(name, str(value)) for name, value in facts.items() if value]
 
 
@@ -128,16 +126,27 @@ def _interruption_row(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _timeline(record: RunRecord, now: float) -> dict[str, Any]:
-    """Return a run's periods in their order, and the sum of each kind, both as name, seconds and color."""
-    parts, spent = list[tuple[str, float, str]](), dict.fromkeys(_PERIODS, 0.0)
-    for period in record.periods(now):
-        spent[period.kind] += period.seconds
-        attempt = sum(one["started"] < period.ended for one in record.attempts)
-        name = f"attempt {attempt}" if period.kind == "training" else period.kind
-        after = f" after interruption #{period.interruption}" if period.interruption else ""
-        parts.append((name + after, period.seconds, _PERIODS[period.kind]))
-    return {"timeline": parts, "time_spent": [(kind, spent[kind], color) for kind, color in _PERIODS.items()]}
+def _timeline(record: RunRecord, now: float) -> list[tuple[str, float, str]]:
+    """Return the parts of a run's time in their order, as name, seconds and color; none before the first attempt."""
+    attempts = record.history.attempts
+    if not attempts:
+        return []
+    until = (attempts[-1].ended or record.history.events[-1].time) if record.has_ended else now
+    waits, costs = waits_of(record.history, until), record.interruptions
+    failures = [(one["failed_at"] or one["recorded_at"], one["total_seconds"]) for one in costs]
+    # Where spans overlap, the earliest in this list counts.
+    spans = [
+        *(("queue", begin, end, "queue") for begin, end in waits),
+        *(("recovery", begin, begin + seconds, "failure") for begin, seconds in failures if seconds is not None),
+        *((f"attempt {one.attempt}", one.started, one.ended or until, "s3") for one in attempts),
+        ("pause", waits[0][0], until, "soft"),
+    ]
+    edges = sorted({min(max(edge, waits[0][0]), until) for _, *span, _ in spans for edge in span})
+    parts = [
+        (next((name, color) for name, first, last, color in spans if first <= begin and end <= last), end - begin)
+        for begin, end in pairwise(edges)
+    ]
+    return [(name, seconds, color) for (name, color), seconds in parts]
 
 
 def _runs(

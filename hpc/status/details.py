@@ -63,7 +63,7 @@ def _facts(row: Summary) -> dict[str, str]:
             _named("", row.best_test_accuracy, "{:.2%} test of the best model"),
         ),
         "time": _time(row),
-        "rank-hours" if cells.is_on_cpu(row) else "GPU-hours": _gpu_hours(row.gpu_hours),
+        "rank-hours" if cells.is_on_cpu(row) else "GPU-hours": cells.gpu_hours(row),
         "interrupted": cells.interruptions(row) or ("0" if row.state == "completed" else ""),
         "model": row.model or "",
         "metrics": "; ".join(map(_tracker, row.trackers)),
@@ -121,19 +121,6 @@ def _time(row: Summary) -> str:
         _named("", row.goodput, "{:.0%} of it productive"),
         _duration(row.queue_seconds, "{} in the queue"),
     )
-
-
-def _gpu_hours(hours: Mapping[str, float] | None) -> str:
-    """Return the GPU-hours of a run, and what the GPUs did in them (hpc.run.events.timeline)."""
-    if hours is None:
-        return ""
-    parts = {
-        "productive": hours["productive"],
-        "lost to interruptions": hours["recomputed"] + hours["recovering"],
-        "starting, evaluating, saving": hours["waiting"] + hours["evaluating and saving"],
-        "unknown": hours["unknown"],
-    }
-    return f"{hours['allocated']:.3g}: " + _joined(*(f"{value:.3g} {name}" for name, value in parts.items() if value))
 
 
 def _tracker(one: TrackerState) -> str:

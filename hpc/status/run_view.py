@@ -20,7 +20,7 @@ from hpc.base.files import last_json_line, number_in, storage_time
 from hpc.base.kernel import is_alive
 from hpc.run.causes import Cause, JobState
 from hpc.run.events.attempts import Attempt
-from hpc.run.events.downtime import Interruption, goodput, interruptions_of, steps_lost
+from hpc.run.events.downtime import goodput, interruptions_of, productive_seconds, steps_lost, waits_of
 from hpc.run.events.history import History, State
 from hpc.run.events.kinds import (
     Claimed,
@@ -36,7 +36,6 @@ from hpc.run.events.kinds import (
     Submitting,
     TrainStarted,
 )
-from hpc.run.events.timeline import GPU_PARTS, gpu_hours, periods_of
 from hpc.run.ownership import other_owner
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
@@ -52,6 +51,7 @@ from hpc.status.summary import (
     TERMINAL,
     AttemptSummary,
     AwaitedRun,
+    GpuHours,
     StagingProgress,
     Summary,
     TrackerState,
@@ -168,7 +168,7 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
         model=str(run.final_model) if records.result is not None and run.final_model.is_file() else None,
         steps_lost=steps_lost(interruptions) if attempts else None,
         **_allocation(attempts, records.spec),
-        **_time_spent(records, attempts, interruptions, is_over=state in TERMINAL),
+        **_time_spent(records, attempts, is_over=state in TERMINAL),
         interruptions=tuple(interruptions),
         budget=history.budget.used,
         warnings=warnings,
@@ -217,16 +217,13 @@ def _allocation(attempts: Sequence[Attempt], spec: RunSpec | None) -> dict[str, 
     return {"partition": resources.partition, "gpus": nodes * gpus.count, "gpu_type": gpus.kind}
 
 
-def _time_spent(
-    records: _Records, attempts: Sequence[Attempt], interruptions: Sequence[Interruption], *, is_over: bool
-) -> dict[str, Any]:
+def _time_spent(records: _Records, attempts: Sequence[Attempt], *, is_over: bool) -> dict[str, Any]:
     """Return the fields of a Summary about time. `elapsed_seconds` leaves out pauses that `hpc resume` ended."""
     history, spec, trained = records.history, records.spec, records.train.get("train_seconds")
     events = history.events
     last = attempts[-1].ended if attempts and attempts[-1].ended else events[-1].time if events else 0.0
     until = last if is_over else time.time()
-    periods = periods_of(history, interruptions, until, own_script=spec is not None and not spec.program.reports_steps)
-    queued = sum(period.seconds for period in periods if period.kind == "queue") if events else None
+    queued = sum(end - begin for begin, end in waits_of(history, until)) if events else None
     if not attempts:
         return {"elapsed_seconds": None, "queue_seconds": queued, "goodput": None, "gpu_hours": None}
     paused = sum(attempt.resumed - attempt.ended for attempt in attempts if attempt.resumed and attempt.ended)
@@ -234,11 +231,13 @@ def _time_spent(
     starts = history.of(TrainStarted)
     inherited = starts[0].train_seconds if starts else 0.0  # a fork inherits the seconds of its original
     hours = None
-    if spec is not None and spec.resources.gpus_per_node.count:
-        parts = gpu_hours(
-            history, periods, spec.resources.gpus_per_node.count, records.train, steps_lost(interruptions)
+    if spec is not None and (gpus := spec.resources.gpus_per_node.count):
+        node_seconds = sum(len(attempt.nodes) * ((attempt.ended or until) - attempt.started) for attempt in attempts)
+        productive = productive_seconds(history, trained)
+        hours = GpuHours(
+            allocated=max(0.0, node_seconds * gpus / 3600),
+            productive=None if productive is None else productive / 3600,
         )
-        hours = {"allocated": sum(parts.values()), **dict.fromkeys(GPU_PARTS, 0.0), **parts}
     return {
         "elapsed_seconds": max(0.0, until - began),
         "queue_seconds": queued,
