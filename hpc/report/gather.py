@@ -55,7 +55,7 @@ class RunRecord:
     summary: Summary
     spec: RunSpec | None
     settings: Mapping[str, Any]
-    """The run's flags by name, and the command line of a script."""
+    """The run's flags by name, and the command line of a script; empty if they cannot be read."""
     metrics: Mapping[str, pd.DataFrame]
     """The tables of the files in `metrics/`, by name; `train` and `eval` are always there."""
     attempts: Rows
@@ -121,7 +121,7 @@ def gather(run: RunDir, summary: Summary) -> RunRecord:
         run=run,
         summary=summary,
         spec=spec,
-        settings=plain({"script": " ".join(spec.script), **settings_of(spec)}) if spec else {},
+        settings=_settings(notes, spec) if spec else {},
         metrics=metrics,
         attempts=[
             {
@@ -155,6 +155,14 @@ def _try(notes: list[str], path: Path, read: Callable[[Path], _Read]) -> _Read |
     except (OSError, ValueError, LookupError, TypeError, ArithmeticError, UserError) as error:
         notes.append(f"{path.parent.name}/{path.name} cannot be read: {' '.join(str(error).split())}.")
         return None
+
+
+def _settings(notes: list[str], spec: RunSpec) -> dict[str, Any]:
+    try:
+        return plain({"script": " ".join(spec.script), **settings_of(spec)})
+    except UserError as error:
+        notes.append(f"The settings in spec.json are of another version of torchrelay: {error}.")
+        return {}
 
 
 def _metrics(notes: list[str], path: Path) -> pd.DataFrame:

@@ -50,7 +50,7 @@ def run_page(record: RunRecord, tables: Sequence[str], now: float) -> str:
         interruptions=[_interruption_row(row) for row in record.interruptions],
         classes=classes if has_few else worst[:_MAX_LISTED],
         has_matrix=has_few,
-        command=shell_text(submit_command(spec, record.task)) if spec else "",
+        command=shell_text(submit_command(spec, record.task)) if spec and record.settings else "",
         started_in=spec.start_directory(record.run) if spec else None,
     )
 
@@ -79,7 +79,8 @@ def _headline(record: RunRecord) -> list[str]:
     if record.spec is None:
         return []
     resources, task = record.spec.resources, record.task
-    words = [task.title, f"on {record.spec.data}"] if task else program_of_run(record.spec).describe()
+    words = program_of_run(record.spec).describe() if record.settings and not task else []
+    words = [task.title, f"on {record.spec.data}"] if task else words
     count, kind = resources.gpus_per_node.count, resources.gpus_per_node.kind
     gpus = formats.plural(count, f"{kind or ''} GPU".strip())
     gpus = f"{formats.plural(count, 'rank')} on CPUs" if cells.is_on_cpu(record.summary) else gpus

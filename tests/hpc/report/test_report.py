@@ -375,3 +375,21 @@ def test_command_submits_the_same_run_again() -> None:
     assert (parsed.program.train, parsed.resources, parsed.recovery) == (train, resources, recovery)
     assert (parsed.cluster, str(parsed.stage_dir)) == ("slurm", "/scratch")
     assert "--data='/d a'" in shell_text(words) or "'--data=/d a'" in shell_text(words)
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [({"argv": ["-m", "training", "--new-flag=1"]}, "--new-flag"), ({"built_in": "segmenter"}, "runs segmenter")],
+)
+def test_run_of_a_newer_version_has_all_but_its_settings(
+    whole: RunDir, tmp_path: Path, program: dict[str, object], reason: str
+) -> None:
+    run = copied(whole, tmp_path)
+    spec = json.loads(run.spec.read_text())
+    run.spec.write_text(json.dumps({**spec, "program": {**spec["program"], **program}}))
+    html = report(run.path).html
+    (note,) = re.findall(r"<li>([^<]*spec.json[^<]*)</li>", html)
+    assert reason in note
+    assert {*FIGURES, "Confusion matrix", "Interruptions and attempts"} <= set(headings(html))
+    assert "Reproduce it" not in html
+    assert "2 runs compared" in report(run.path, whole.path).html
