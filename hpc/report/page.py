@@ -24,7 +24,7 @@ _COMMIT_DIGITS = 12
 RELOAD_SECONDS = 30
 # Color and meaning of the marks in the figures.
 _MARKS = (
-    ("failure", "a failure, with the steps or the time that it cost"),
+    ("failure", "a failure, with the steps that it cost"),
     ("outside", "a preemption or time limit"),
 )
 

@@ -202,9 +202,9 @@ def test_a_fork_leaves_the_line_of_its_parent_visible(tmp_path: Path) -> None:
     fork.train_metrics.write_text(
         "".join(json_line({**line, "attempt": 0} if line["step"] <= 200 else line) for line in lines)
     )
-    start = r"(parent|fork|training): from [^ ]* at step ([0-9]+)"
+    start = r"(parent|fork|training): from [^ ]* at (?:step|epoch) ([0-9.]+)"
     compared = report(parent.path, fork.path).html.partition("Accuracy (%)")[0]
-    assert re.findall(start, compared)[:2] == [("parent", "2"), ("fork", "202")]
+    assert re.findall(start, compared)[:2] == [("parent", "0.02"), ("fork", "2.02")]
     assert re.findall(start, report(fork.path).html)[0] == ("training", "2")
 
 
