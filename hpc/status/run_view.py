@@ -59,7 +59,7 @@ from hpc.status.summary import (
 )
 from hpc.status.warnings import unknown_restarts, warnings_of
 from hpc.supervise.decide import NEVER_SUBMITTED, STARTS, Decision, decide
-from hpc.supervise.observe import ObservedRun, observe, with_final_states
+from hpc.supervise.observe import RunObservation, observe, with_final_states
 
 _CONTINUE = "continue it with hpc supervise --once, or hpc resume"
 _LITTLE_SPACE_BYTES = 2**16
@@ -368,14 +368,14 @@ def _eta_seconds(started: TrainStarted, train: Mapping[str, Any]) -> float | Non
 
 def _decisions(runs: Sequence[RunDir], jobs: Mapping[str, SlurmJob] | None) -> dict[Path, Decision]:
     """Return the supervisor's decision on each unfinished Slurm run. `runs` have no job. Empty if `jobs` is None."""
-    found, scripts = list[ObservedRun](), jobs_by_script(jobs.values() if jobs else ())
+    found, scripts = list[RunObservation](), jobs_by_script(jobs.values() if jobs else ())
     queued = [run for run in runs if jobs is not None and run.script.exists() and not run.final_result.exists()]
     clocks = {parent: storage_time(parent) for parent in {run.path.parent for run in queued}}
     for run in queued:
         # A damaged run, or one that was deleted meanwhile, gets no decision.
         with contextlib.suppress(*_DAMAGE):
             found.append(observe(run, scripts, clocks[run.path.parent]))
-    return {one.run.path: decide(one.known) for one in with_final_states(found)}
+    return {one.run.path: decide(one) for one in with_final_states(found)}
 
 
 def _modified_ns(path: Path) -> int | None:
