@@ -1,8 +1,6 @@
 """Reads a run's data for the page and the CSV tables. Times are seconds since the epoch. Runs on the login node."""
 
 import csv
-import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -40,10 +38,8 @@ INTERRUPTIONS = (
     *(f"{part}_seconds" for part in (*PARTS, "total")),
     "detail",
 )
-CLASSES = ("class", "images", "correct", "accuracy", "most_often_confused_with", "confused_images")
 # The number of rows to read or write at a time, which limits the memory.
 _PART_ROWS = 2000
-_BASE64 = re.compile(r"[A-Za-z0-9+/]+=*")
 _Read = TypeVar("_Read")
 
 
@@ -60,10 +56,8 @@ class RunRecord:
     """The tables of the files in `metrics/`, by name; `train` and `eval` are always there."""
     attempts: Rows
     interruptions: Rows
-    classes: Rows
+    confusion: Rows
     """The classes of the test with the numbers of their images by predicted class; empty without a confusion matrix."""
-    mistakes: Rows
-    """The most confident errors among the test's images."""
     history: History
     task: EvaluationTask | None
     """The task of an evaluation; None for other runs."""
@@ -115,7 +109,7 @@ def gather(run: RunDir, summary: Summary) -> RunRecord:
     files = {path.stem: path for path in (run.train_metrics, run.eval_metrics)}
     files |= {path.stem: path for path in sorted(run.train_metrics.parent.glob("*.jsonl"))}
     metrics = {name: _metrics(notes, path) for name, path in files.items()}
-    classes = _try(notes, run.confusion, read_classes) or []
+    confusion = _try(notes, run.confusion, read_confusion) or []
     notes += summary.damaged
     record = RunRecord(
         run=run,
@@ -135,8 +129,7 @@ def gather(run: RunDir, summary: Summary) -> RunRecord:
             {**vars(one), **{f"{part}_seconds": seconds for part, seconds in one.seconds.items()}, "number": number}
             for number, one in enumerate(summary.interruptions, 1)
         ],
-        classes=classes,
-        mistakes=_try(notes, run.samples, read_mistakes) or [],
+        confusion=confusion,
         history=History.load(run),
         task=_try(notes, run.model, EvaluationTask.load),
         revision=_try(notes, run.revision, lambda path: path.read_text().strip()),
@@ -205,39 +198,13 @@ def _missing(record: RunRecord) -> list[str]:
     return notes
 
 
-def read_classes(path: Path) -> list[dict[str, Any]]:
-    """Return a row for each class of a confusion matrix, with its `counts`. Raises ValueError if it is damaged."""
+def read_confusion(path: Path) -> list[dict[str, Any]]:
+    """Return the name and the `counts` of each row of a confusion matrix. Raises ValueError if it is damaged."""
     with path.open(encoding="utf-8", newline="") as file:
         (_, *header), *lines = csv.reader(file)
-    names = [csv_text(cell) for cell in header]
-    if not names or [csv_text(line[0]) for line in lines] != names:
+    if not header or [line[0] for line in lines] != header or any(len(line) != len(header) + 1 for line in lines):
         raise ValueError("its rows and columns differ")
-    found = list[dict[str, Any]]()
-    for own, (name, line) in enumerate(zip(names, lines, strict=True)):
-        counts = [int(cell) for cell in line[1:]]
-        wrong = [0 if other == own else count for other, count in zip(range(len(names)), counts, strict=True)]
-        most = max(wrong)
-        found.append({
-            "class": name, "images": sum(counts), "correct": counts[own], "counts": counts,
-            "accuracy": counts[own] / sum(counts) if any(counts) else None,
-            "most_often_confused_with": names[wrong.index(most)] if most else None, "confused_images": most,
-        })  # fmt: skip
-    return found
-
-
-def read_mistakes(path: Path) -> list[dict[str, Any]]:
-    """Return the most confident errors. Raises KeyError, TypeError or ValueError if the file is damaged."""
-    found: list[dict[str, Any]] = [
-        {
-            **{key: str(sample[key]) for key in ("name", "true", "predicted", "png")},
-            "probability": float(sample["probability"]),
-        }
-        for sample in json.loads(path.read_bytes())
-        if sample["kind"] == "mistake"
-    ]
-    if not all(_BASE64.fullmatch(sample["png"]) for sample in found):
-        raise ValueError("an image is damaged")
-    return found
+    return [{"class": csv_text(name), "counts": [int(cell) for cell in counts]} for name, *counts in lines]
 
 
 def csv_tables(records: Sequence[RunRecord]) -> dict[str, Iterator[str]]:
@@ -252,7 +219,7 @@ def csv_tables(records: Sequence[RunRecord]) -> dict[str, Iterator[str]]:
         ]
         for name in names
     }
-    for name, columns in (("attempts", ATTEMPTS), ("interruptions", INTERRUPTIONS), ("classes", CLASSES)):
+    for name, columns in (("attempts", ATTEMPTS), ("interruptions", INTERRUPTIONS)):
         tables[f"{name}.csv"] = [pd.DataFrame(getattr(record, name), columns=list(columns)) for record in records]
     return {file: _csv(labels_of(records), of_runs) for file, of_runs in tables.items()}
 

@@ -18,7 +18,7 @@ from hpc.status import cells
 from hpc.status.details import largest_parts
 
 # Nobody reads a confusion matrix of more classes: a thousand classes would make a million cells.
-_MAX_CLASSES, _MAX_LISTED = 30, 20
+_MAX_CLASSES = 30
 _COMMIT_DIGITS = 12
 # The settings that the line below the title names, if the run has them.
 RELOAD_SECONDS = 30
@@ -31,9 +31,7 @@ _MARKS = (
 
 def run_page(record: RunRecord, tables: Sequence[str], now: float) -> str:
     """Return the HTML of a run's page. `tables` names the CSV files; `now` is in seconds since the epoch."""
-    spec, classes, evaluation = record.spec, record.classes, _evaluation(record)
-    has_few = len(classes) <= _MAX_CLASSES
-    worst = sorted(classes, key=lambda row: 1.0 if row["accuracy"] is None else row["accuracy"])
+    spec, evaluation = record.spec, _evaluation(record)
     return render(
         "run.html",
         record=record,
@@ -48,8 +46,7 @@ def run_page(record: RunRecord, tables: Sequence[str], now: float) -> str:
         mark_legend=_MARKS,
         timeline=_timeline(record, now),
         interruptions=[_interruption_row(row) for row in record.interruptions],
-        classes=classes if has_few else worst[:_MAX_LISTED],
-        has_matrix=has_few,
+        classes=record.confusion if len(record.confusion) <= _MAX_CLASSES else [],
         command=shell_text(submit_command(spec, record.task)) if spec and record.settings else "",
         started_in=spec.start_directory(record.run) if spec else None,
     )

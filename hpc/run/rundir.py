@@ -9,7 +9,7 @@ from hpc.base.errors import UserError
 from hpc.base.files import refresh_nfs_cache
 
 # Files in `final/`.
-CONFUSION, SAMPLES, CLASSES = "confusion.csv", "samples.json", "classes.csv"
+CONFUSION, CLASSES = "confusion.csv", "classes.csv"
 # Files in `final/` and `best/`.
 MODEL_WEIGHTS, MODEL_CARD = "model.safetensors", "model.json"
 LIBRARY = "training/relay"
@@ -78,8 +78,6 @@ class RunDir:
     final_result = SubPath("final/result.json")
     final_model = SubPath(f"final/{MODEL_WEIGHTS}")
     confusion = SubPath(f"final/{CONFUSION}")
-    samples = SubPath(f"final/{SAMPLES}")
-    """Some test images with their predictions."""
     logs = SubPath("logs")
     """The output of all attempts."""
     report = SubPath("report/index.html")

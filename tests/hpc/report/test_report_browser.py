@@ -94,9 +94,6 @@ def test_page_of_a_run(window: Page, whole: Path) -> None:
     [(_, ground), *_] = sorted(image.getcolors(), reverse=True)
     is_dark = window.evaluate("matchMedia('(prefers-color-scheme: dark)').matches")
     assert ground < 64 if is_dark else ground > 192
-    shown = window.evaluate("[...document.images].map(one => one.naturalWidth * one.getBoundingClientRect().width)")
-    assert len(shown) == 1
-    assert all(shown)
 
 
 @pytest.mark.slow
