@@ -14,6 +14,7 @@ from bokeh.models import (
     DataRange1d,
     HoverTool,
     LogTicker,
+    NumeralTickFormatter,
     PanTool,
     PrintfTickFormatter,
     Range1d,
@@ -58,7 +59,7 @@ def plots_of(records: Sequence[RunRecord]) -> Plots:
     shown, left_out = charts[:_MOST_FIGURES], [chart.look.title for chart in charts[_MOST_FIGURES:]]
     marks = _marks(records[0]) if len(records) == 1 else []
     # All figures share one x range, so that an event is at the same place in each of them.
-    largest = max((float(series.points["x"].max()) for chart in shown for series in chart.series), default=1.0)
+    largest = max([1e-6, *(float(series.points["x"].max()) for chart in shown for series in chart.series)])
     x_range = Range1d(start=-0.02 * largest, end=1.02 * largest)
     document = Document(title="")
     document.theme = "light_minimal"
@@ -83,6 +84,7 @@ def _draw(chart: Chart, marks: Sequence[dict[str, Any]], x_range: Range1d) -> fi
     )  # fmt: skip
     drawn.toolbar.update(logo=None, autohide=True, active_drag=box_zoom, active_scroll=None)
     drawn.toolbar.stylesheets = ["@media print { :host { visibility: hidden; } }"]
+    drawn.xaxis.formatter = NumeralTickFormatter(format="0,0.[00]")
     if chart.is_logarithmic:
         drawn.yaxis.update(formatter=PrintfTickFormatter(format="%g"), ticker=LogTicker(desired_num_ticks=4))
     _draw_marks(drawn, marks)

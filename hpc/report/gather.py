@@ -90,11 +90,6 @@ class RunRecord:
         return self.summary.state in TERMINAL
 
     @property
-    def began(self) -> float:
-        """The time at which the first attempt started; NaN before the first attempt."""
-        return float(self.attempts[0]["started"]) if self.attempts else np.nan
-
-    @property
     def steps_per_epoch(self) -> float | None:
         """The number of steps in an epoch; None for a program without a flag `epochs`, and before the first step."""
         total, epochs = self.summary.total_steps, self.settings.get("epochs")

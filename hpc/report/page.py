@@ -1,27 +1,40 @@
-"""Prepares the data that the templates need for the page of a run or of a comparison. Pure; runs on the login node."""
+"""Makes the self-contained HTML page of a run or of a comparison. Pure; runs on the login node.
 
+The templates escape whatever they print, except scripts.
+"""
+
+import base64
+import hashlib
+import time
 from collections.abc import Mapping, Sequence
+from importlib import resources
 from itertools import pairwise
 from typing import Any
 
+import jinja2
+from markupsafe import Markup
+
 from hpc.base.text import few
 from hpc.programs.program_kinds import program_of_run
-from hpc.report import formats
-from hpc.report.bokeh_figures import plots_of
-from hpc.report.charts import line_style
+from hpc.report.bokeh_figures import Plots, bokeh_script, plots_of
+from hpc.report.charts import COLORS, line_style
 from hpc.report.command import shell_text, submit_command
+from hpc.report.formats import FILTERS, UNKNOWN, duration, known, number, plural
 from hpc.report.gather import RunRecord, labels_of
-from hpc.report.rendering import render
 from hpc.run.events.downtime import waits_of
 from hpc.run.events.kinds import Preflight, Software
 from hpc.status import cells
 from hpc.status.details import largest_parts
 
+Column = tuple[str, Any, str]
+"""The title of a column, its key in the rows, and the kind of its cells."""
+# The CSS class of a column by the kind of its cells. Kinds that are not listed have the class `number`.
+_SIDES = {"text": "", "cause": "", "moment": "", "run": "", "state": "", "words": "words", "wrapped": "wrapped"}
 # Nobody reads a confusion matrix of more classes: a thousand classes would make a million cells.
 _MAX_CLASSES = 30
 _COMMIT_DIGITS = 12
-# The settings that the line below the title names, if the run has them.
 RELOAD_SECONDS = 30
+"""Time after which the page of a run that goes on reloads itself."""
 # Color and meaning of the marks in the figures.
 _MARKS = (
     ("failure", "a failure, with the steps that it cost"),
@@ -32,7 +45,7 @@ _MARKS = (
 def run_page(record: RunRecord, tables: Sequence[str], now: float) -> str:
     """Return the HTML of a run's page. `tables` names the CSV files; `now` is in seconds since the epoch."""
     spec, evaluation = record.spec, _evaluation(record)
-    return render(
+    return _render(
         "run.html",
         record=record,
         tables=tables,
@@ -56,7 +69,7 @@ def comparison_page(records: Sequence[RunRecord], links: Sequence[str | None], t
     """Return the HTML of the page that compares runs. `links` has the path of each run's own page; None without one."""
     labels = labels_of(records)
     differing = _differing_settings(records)
-    return render(
+    return _render(
         "comparison.html",
         tables=tables,
         reload_seconds=None if all(record.has_ended for record in records) else RELOAD_SECONDS,
@@ -79,8 +92,8 @@ def _headline(record: RunRecord) -> list[str]:
     words = program_of_run(record.spec).describe() if record.settings and not task else []
     words = [task.title, f"on {record.spec.data}"] if task else words
     count, kind = resources.gpus_per_node.count, resources.gpus_per_node.kind
-    gpus = formats.plural(count, f"{kind or ''} GPU".strip())
-    gpus = f"{formats.plural(count, 'rank')} on CPUs" if cells.is_on_cpu(record.summary) else gpus
+    gpus = plural(count, f"{kind or ''} GPU".strip())
+    gpus = f"{plural(count, 'rank')} on CPUs" if cells.is_on_cpu(record.summary) else gpus
     nodes = f"{resources.nodes} node{'s' * (resources.nodes.most > 1)}"
     return [*words, nodes + (f" × {gpus}" if count else " without GPUs")]  # noqa: RUF001 - times
 
@@ -99,7 +112,7 @@ def _facts(record: RunRecord) -> list[tuple[str, str]]:
         "Device": " and ".join(dict.fromkeys(event.device or "" for event in checked)),
         "Jobs": few(list(dict.fromkeys(jobs))),
         "Nodes": few(sorted({node for attempt in summary.attempts for node in attempt.nodes})),
-        "Wait in the queue": summary.queue_seconds and formats.duration(summary.queue_seconds),
+        "Wait in the queue": summary.queue_seconds and duration(summary.queue_seconds),
     }
     if hours := cells.gpu_hours(summary):
         facts["Rank-hours" if cells.is_on_cpu(summary) else "GPU-hours"] = hours
@@ -118,7 +131,7 @@ def _interruption_row(row: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **row,
         "at": row["failed_at"] or row["recorded_at"],
-        "steps": formats.number(row["steps_lost"]) if at_most is None else f"\N{LESS-THAN OR EQUAL TO} {at_most}",
+        "steps": number(row["steps_lost"]) if at_most is None else f"\N{LESS-THAN OR EQUAL TO} {at_most}",
         "where": ", ".join([*rank, *([row["node"]] if row["node"] else [])]),
         "parts": largest_parts(row["seconds"]).replace("_", " "),
     }
@@ -178,3 +191,41 @@ def _differing_settings(records: Sequence[RunRecord]) -> dict[str, list[str]]:
 
 def _setting(value: Any) -> str:
     return " ".join(map(str, value if isinstance(value, list) else [] if value in {None, ""} else [value])) or "default"
+
+
+def _render(
+    template: str, *, plots: Plots, tables: Sequence[str] = (), reload_seconds: int | None = None, **values: Any
+) -> str:
+    """Return the HTML of a page. `tables` names its CSV files; if `reload_seconds` is set, the page reloads itself."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("hpc.report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {**FILTERS, "formatted": _formatted, "with_values": _with_values}
+    environment.filters["side"] = lambda kind: _SIDES.get(kind, "number")
+    environment.tests["known"] = known
+    environment.globals |= {"unknown": UNKNOWN, "colors": COLORS}
+    # JSON keys must keep their order, because Bokeh reads its models in this order.
+    environment.policies["json.dumps_kwargs"] = {"sort_keys": False}
+    own = resources.files("hpc.report").joinpath("templates", "page.js").read_text(encoding="utf-8")
+    # These scripts are ours and contain no text from a run.
+    scripts = [Markup(script) for script in ([bokeh_script()] if plots.charts else []) + [own]]  # noqa: S704
+    hashes = " ".join(f"'sha256-{_sha256(script)}'" for script in scripts)
+    values |= {"tables": tables, "reload_seconds": reload_seconds, "now": time.time()}
+    return environment.get_template(template).render(**values, plots=plots, scripts=scripts, script_hashes=hashes)
+
+
+def _sha256(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def _formatted(value: object, kind: str) -> str:
+    return FILTERS.get(kind, FILTERS["text"])(value)
+
+
+def _with_values(columns: Sequence[Column], rows: Sequence[Any]) -> list[Column]:
+    return [column for column in columns if any(_formatted(row[column[1]], column[2]) != UNKNOWN for row in rows)]
