@@ -7,7 +7,7 @@ Runs everywhere, also in a user's Python, so it uses only the standard library.
 
 # The node agent sets these for the ranks of a user's script, which reads them itself or through torchrelay.
 RUN_DIR = "TORCHRELAY_RUN_DIR"
-"""Path of the run directory. `hpc supervise` also sets it for the command of --on-end."""
+"""Path of the run directory."""
 ATTEMPT = "TORCHRELAY_ATTEMPT"
 """Number of the attempt, from 1."""
 DATA = "TORCHRELAY_DATA"
@@ -40,10 +40,6 @@ PYTHONPATH = "TORCHRELAY_PYTHONPATH"
 """PYTHONPATH after the commands of --setup. The sbatch script saves it; the agent restores it for a user's script."""
 
 # Variables for the commands, and for tests.
-STATE = "TORCHRELAY_STATE"
-"""State in which the run ended: `completed` or `failed`. `hpc supervise` sets it for the command of --on-end."""
-REASON = "TORCHRELAY_REASON"
-"""Reason why the run ended in this state. `hpc supervise` sets it for the command of --on-end."""
 CALLED = "TORCHRELAY_CALLED"
 """Command that the user typed, such as `hpc submit`. `hpc` sets it, so that the command's messages can name it."""
 FAULT = "TORCHRELAY_FAULT"

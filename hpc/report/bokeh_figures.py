@@ -1,14 +1,12 @@
 """Makes the figures, which Bokeh draws in the reader's browser, with their data. Runs on the login node.
 
-The data have a column for each x axis; `templates/page.js` chooses among these columns. Colors are for the light page:
-in dark mode the style sheet inverts whole figures.
+Colors are for the light page: in dark mode the style sheet inverts whole figures.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from bokeh.document import Document
 from bokeh.models import (
     BoxZoomTool,
@@ -27,7 +25,7 @@ from bokeh.models import (
 from bokeh.plotting import figure
 from bokeh.resources import Resources
 
-from hpc.report.charts import COLORS, Axis, Chart, Series, axes_of, charts_of, unit_seconds
+from hpc.report.charts import COLORS, Chart, Series, charts_of
 from hpc.report.formats import cause as cause_text
 from hpc.report.formats import duration, plural
 from hpc.report.gather import RunRecord
@@ -36,7 +34,6 @@ from hpc.run.causes import Cause
 _MOST_FIGURES = 40
 # Causes that come from outside the run.
 _EXTERNAL = frozenset({Cause.PREEMPTED, Cause.REQUEUED, Cause.TIME_LIMIT})
-_FONT = {"text_font": "system-ui, sans-serif", "text_font_size": "12px", "text_color": COLORS["soft"]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +41,6 @@ class Plots:
     """The figures of a page, as the template needs them."""
 
     charts: Sequence[Chart]
-    axes: Sequence[Axis]
-    """Quantities among which the reader chooses the x axis."""
     left_out: Sequence[str] = ()
     """Titles of figures that would make the page too large."""
     data: dict[str, Any]
@@ -60,34 +55,27 @@ def bokeh_script() -> str:
 
 def plots_of(records: Sequence[RunRecord]) -> Plots:
     """Return the figures of one or more runs, at most _MOST_FIGURES, and the titles of the others."""
-    unit = unit_seconds(records)
-    charts = charts_of(records, unit)
+    charts = charts_of(records)
     shown, left_out = charts[:_MOST_FIGURES], [chart.look.title for chart in charts[_MOST_FIGURES:]]
-    axes = axes_of(shown, unit)
-    marks = _marks(records[0], unit) if len(records) == 1 else []
+    marks = _marks(records[0]) if len(records) == 1 else []
     # All figures share one x range, so that an event is at the same place in each of them.
-    x_range = Range1d(start=axes[0].limits[0], end=axes[0].limits[1]) if axes else Range1d()
-    figures = [_draw(chart, marks, x_range, axes) for chart in shown]
-    return Plots(charts=shown, axes=axes, left_out=left_out, data=_data(figures, axes))
-
-
-def _data(figures: Sequence[figure], axes: Sequence[Axis]) -> dict[str, Any]:
+    largest = max([1e-6, *(float(series.points["x"].max()) for chart in shown for series in chart.series)])
+    x_range = Range1d(start=-0.02 * largest, end=1.02 * largest)
     document = Document(title="")
+    document.theme = "light_minimal"
     # Without this, the document would collect all models again for each figure.
     with document.models.freeze():
-        for drawn in figures:
-            document.add_root(drawn)
-    return {
-        "document": document.to_json(deferred=False),
-        "elements": {drawn.id: f"plot-{position}" for position, drawn in enumerate(figures)},
-        "axes": {axis.name: {"limits": axis.limits, "label": axis.label} for axis in axes},
-    }
+        for chart in shown:
+            document.add_root(_draw(chart, marks, x_range))
+    elements = {drawn.id: f"plot-{position}" for position, drawn in enumerate(document.roots)}
+    data = {"document": document.to_json(deferred=False), "elements": elements}
+    return Plots(charts=shown, left_out=left_out, data=data)
 
 
-def _draw(chart: Chart, marks: Sequence[dict[str, Any]], x_range: Range1d, axes: Sequence[Axis]) -> figure:
+def _draw(chart: Chart, marks: Sequence[dict[str, Any]], x_range: Range1d) -> figure:
     box_zoom = BoxZoomTool()
     drawn = figure(
-        height=230, sizing_mode="stretch_width", x_range=x_range,
+        height=230, sizing_mode="stretch_width", x_range=x_range, x_axis_label=chart.x,
         y_axis_type="log" if chart.is_logarithmic else "linear",
         y_range=DataRange1d(start=0) if chart.look.from_zero else DataRange1d(),
         tools=[box_zoom, PanTool(), WheelZoomTool(dimensions="width"), ResetTool(), SaveTool()],
@@ -96,35 +84,22 @@ def _draw(chart: Chart, marks: Sequence[dict[str, Any]], x_range: Range1d, axes:
     )  # fmt: skip
     drawn.toolbar.update(logo=None, autohide=True, active_drag=box_zoom, active_scroll=None)
     drawn.toolbar.stylesheets = ["@media print { :host { visibility: hidden; } }"]
-    _frame(drawn, axes)
+    drawn.xaxis.formatter = NumeralTickFormatter(format="0,0.[00]")
     if chart.is_logarithmic:
         drawn.yaxis.update(formatter=PrintfTickFormatter(format="%g"), ticker=LogTicker(desired_num_ticks=4))
     _draw_marks(drawn, marks)
     lines = [_draw_series(drawn, one) for one in chart.series]
-    places = [(axis.label, f"@{axis.name}{{0,0.[00]}}") for axis in axes]
     drawn.add_tools(
         HoverTool(
             renderers=lines,
             # With many lines, the labels of all lines at one x would hide the figure.
             mode="vline" if len(lines) <= 4 else "mouse",
-            tooltips=[("", "$name"), (chart.look.title, "@value{%.5g}"), *places],
+            tooltips=[("", "$name"), (chart.look.title, "@value{%.5g}"), (chart.x, "@x{0,0.[00]}")],
             formatters={"@value": "printf"},
             visible=False,
         )
     )
     return drawn
-
-
-def _frame(drawn: figure, axes: Sequence[Axis]) -> None:
-    for axis in drawn.axis:
-        axis.update(axis_line_color=None, major_tick_line_color=None, minor_tick_line_color=None)
-        axis.update(**{f"major_label_{name}": value for name, value in _FONT.items()})
-    drawn.xgrid.grid_line_color = None
-    drawn.ygrid.update(grid_line_color=COLORS["rule"], grid_line_alpha=0.6)
-    drawn.xaxis.update(**{f"axis_label_{name}": value for name, value in _FONT.items()})
-    drawn.xaxis.axis_label_text_font_style = "normal"
-    drawn.xaxis.axis_label = axes[0].label if axes else ""
-    drawn.xaxis.formatter = NumeralTickFormatter(format="0,0.[00]")
 
 
 def _draw_series(drawn: figure, series: Series) -> Any:
@@ -133,7 +108,7 @@ def _draw_series(drawn: figure, series: Series) -> Any:
     # 32 bits are more precise than a figure can show, and halve the size of the page.
     numbers = points.select_dtypes("number").astype("float32")
     source = ColumnDataSource({name: numbers.get(name, column).to_numpy() for name, column in points.items()})
-    common: dict[str, Any] = {"x": "step", "source": source, "color": color, "name": series.name}
+    common: dict[str, Any] = {"x": "x", "source": source, "color": color, "name": series.name}
     if series.has_dots or len(points) < 40:
         drawn.scatter(y="value", size=9 if len(points) == 1 else 5, **common)
     style: dict[str, Any] = {"line_width": 1.7, "line_dash": series.dashes}
@@ -143,24 +118,19 @@ def _draw_series(drawn: figure, series: Series) -> Any:
     return drawn.line(y="trend", **style, **common)
 
 
-def _marks(record: RunRecord, unit: float) -> list[dict[str, Any]]:
-    """Return a strip for each interruption: the steps that it cost, or the time until the training went on."""
-    marks, per_epoch, began = list[dict[str, Any]](), record.steps_per_epoch or np.nan, record.began
-    for row in record.interruptions:
-        if row["step"] is None:
-            continue
-        lost, failed = row["steps_lost"] or 0, row["failed_at"] or row["recorded_at"]
-        text = f"#{row['number']} {cause_text(row['cause'])} at step {row['step']:,}"
-        mark = {
+def _marks(record: RunRecord) -> list[dict[str, Any]]:
+    """Return a strip for each interruption, over the steps that it cost."""
+    return [
+        {
+            "start": row["step"] - (row["steps_lost"] or 0),
+            "end": row["step"],
             "color": COLORS["outside" if row["cause"] in _EXTERNAL else "failure"],
-            "text": f"{text}: {duration(row['total_seconds'])}, {plural(row['steps_lost'], 'step')} lost",
+            "text": f"#{row['number']} {cause_text(row['cause'])} at step {row['step']:,}: "
+            f"{duration(row['total_seconds'])}, {plural(row['steps_lost'], 'step')} lost",
         }
-        times = failed, failed + (row["total_seconds"] or 0.0)
-        for end, step, time in zip(("from", "to"), (row["step"] - lost, row["step"]), times, strict=True):
-            mark |= {f"step_{end}": step, f"epoch_{end}": step / per_epoch}
-            mark[f"time_{end}"] = (time - began) / unit
-        marks.append(mark)
-    return marks
+        for row in record.interruptions
+        if row["step"] is not None
+    ]
 
 
 def _draw_marks(drawn: figure, marks: Sequence[dict[str, Any]]) -> None:
@@ -168,7 +138,7 @@ def _draw_marks(drawn: figure, marks: Sequence[dict[str, Any]]) -> None:
     if not marks:
         return
     strips = drawn.vstrip(
-        x0="step_from", x1="step_to", source=ColumnDataSource({key: [mark[key] for mark in marks] for key in marks[0]}),
+        x0="start", x1="end", source=ColumnDataSource({key: [mark[key] for mark in marks] for key in marks[0]}),
         fill_color="color", fill_alpha=0.25, line_color="color", line_alpha=0.6, name="interruptions", level="underlay",
     )  # fmt: skip
     drawn.add_tools(HoverTool(renderers=[strips], tooltips="@text", visible=False, point_policy="follow_mouse"))

@@ -12,7 +12,6 @@ from hpc.services.tracking.points import BOOKKEEPING
 COLORS = {
     "s1": "#1d5fd1", "s2": "#c2500a", "s3": "#14804a", "s4": "#8a3ffc", "s5": "#b8256e", "s6": "#0b7285",
     "s7": "#7a5c00", "s8": "#55606e", "failure": "#c62828", "outside": "#b58100", "queue": "#7048a8",
-    "soft": "#55606e", "rule": "#c3cad4", "shade": "#c9d2de",
 }  # fmt: skip
 """The colors of lines and periods, by the names of their variables in the style sheet."""
 _SERIES = 8
@@ -58,17 +57,8 @@ LOOKS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Axis:
-    """A quantity that the x axis can show."""
-
-    name: str
-    label: str
-    limits: tuple[float, float]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Series:
-    """A line of a figure. Its points have columns such as `step` and `value`; a noisy line also has its `trend`."""
+    """A line of a figure. Its points have the columns `x` and `value`; a noisy line also has its `trend`."""
 
     name: str
     color: str
@@ -84,6 +74,8 @@ class Chart:
     """One figure, with a metric on the y axis."""
 
     look: Look
+    x: str
+    """The quantity on the x axis, `step` or `epoch`."""
     series: Sequence[Series]
 
     @property
@@ -95,21 +87,17 @@ class Chart:
     @property
     def description(self) -> str:
         """A description in words, for people who cannot see the figure."""
-        words = [f"{self.look.title} by step."]
+        words = [f"{self.look.title} by {self.x}."]
         for one in self.series:
-            values, steps = one.points["value"], one.points["step"]
-            first, last = (f"{values.iloc[i]:.5g} at step {steps.iloc[i]:.6g}" for i in (0, -1))
+            values, places = one.points["value"], one.points["x"]
+            first, last = (f"{values.iloc[i]:.5g} at {self.x} {places.iloc[i]:.6g}" for i in (0, -1))
             words.append(f"{one.name}: from {first} to {last}, lowest {values.min():.5g}, highest {values.max():.5g}.")
         return " ".join(words)
 
 
-def unit_seconds(records: Sequence[RunRecord]) -> float:
-    """Return the seconds of the unit of the time axis: an hour, or a minute if no run has taken two hours."""
-    return 3600.0 if any((record.summary.elapsed_seconds or 0.0) >= 7200 for record in records) else 60.0
-
-
-def charts_of(records: Sequence[RunRecord], unit: float) -> list[Chart]:
-    """Return the figures of one run or of several. Metrics that are in LOOKS come first."""
+def charts_of(records: Sequence[RunRecord]) -> list[Chart]:
+    """Return the figures of one run by step, or of several by epoch if all have epochs. Those in LOOKS come first."""
+    by_epoch = len(records) > 1 and all(record.steps_per_epoch or not record.attempts for record in records)
     tables = [_tables(record, is_compared=len(records) > 1) for record in records]
     columns = dict.fromkeys(name for named in tables for table in named.values() for name in table)
     charts = list[Chart]()
@@ -117,7 +105,10 @@ def charts_of(records: Sequence[RunRecord], unit: float) -> list[Chart]:
         if column in TABLES_ONLY or column == "split":
             continue
         look = LOOKS.get(column, Look(title=column))
-        points = [_points(record, named, column, look, unit) for record, named in zip(records, tables, strict=True)]
+        points = [
+            _points(named, column, look, steps_per_x=record.steps_per_epoch or 1.0 if by_epoch else 1.0)
+            for record, named in zip(records, tables, strict=True)
+        ]
         if len(records) > 1:
             lines = [
                 (number, label, *_compared(of_run, column))
@@ -134,7 +125,7 @@ def charts_of(records: Sequence[RunRecord], unit: float) -> list[Chart]:
             for color, dashes in [line_style(number)]
         ]
         if series:
-            charts.append(Chart(look=look, series=series))
+            charts.append(Chart(look=look, x="epoch" if by_epoch else "step", series=series))
     return charts
 
 
@@ -154,7 +145,7 @@ def _tables(record: RunRecord, *, is_compared: bool) -> dict[str, pd.DataFrame]:
 
 
 def _points(
-    record: RunRecord, tables: Mapping[str, pd.DataFrame], column: str, look: Look, unit: float
+    tables: Mapping[str, pd.DataFrame], column: str, look: Look, *, steps_per_x: float
 ) -> dict[str, pd.DataFrame]:
     """Return the points of a metric for each line that has values, by the name of the line."""
     found = dict[str, pd.DataFrame]()
@@ -167,13 +158,7 @@ def _points(
             continue
         # Points are selected before the other columns are computed: a long run has millions of points.
         drawn = extremes(values, MOST_POINTS)
-        rows, by_epoch = table.loc[drawn], record.steps_per_epoch
-        points = {
-            "step": rows["step"],
-            "time": (rows["time"] - record.began) / unit,
-            "epoch": rows["step"] / by_epoch if by_epoch else rows["epoch"],
-            "value": values[drawn],
-        }
+        points = {"x": table["step"][drawn] / steps_per_x, "value": values[drawn]}
         if look.noisy and name not in _EVALUATIONS and len(values) > _PLAIN_POINTS:
             # A centered average neither lags nor leads.
             points["trend"] = values.rolling(len(values) // _TREND_PART + 1, center=True, min_periods=1).mean()[drawn]
@@ -195,12 +180,3 @@ def _compared(points: Mapping[str, pd.DataFrame], column: str) -> tuple[str, pd.
     preferred = [name for name in ("validation", "test") if column != "loss" and name in points]
     name = [*preferred, *points][0]
     return name, points[name]
-
-
-def axes_of(charts: Sequence[Chart], unit: float) -> list[Axis]:
-    """Return the x axes among step, time and epoch for which every point has a value."""
-    labels = {"step": "step", "time": f"{'hours' if unit == 3600 else 'minutes'} since the start", "epoch": "epoch"}
-    tables = [series.points for chart in charts for series in chart.series]
-    known = [name for name in labels if tables and all(table[name].notna().all() for table in tables)]
-    largest = {name: max(1e-6, *(float(table[name].max()) for table in tables)) for name in known}
-    return [Axis(name=name, label=labels[name], limits=(-0.02 * end, 1.02 * end)) for name, end in largest.items()]

@@ -1,8 +1,6 @@
 """Reads a run's data for the page and the CSV tables. Times are seconds since the epoch. Runs on the login node."""
 
 import csv
-import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -20,7 +18,6 @@ from hpc.base.text import csv_cell, csv_text
 from hpc.programs.program_kinds import EvaluationTask
 from hpc.run.events.downtime import PARTS
 from hpc.run.events.history import History
-from hpc.run.events.timeline import Period, periods_of
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.status.summary import TERMINAL, Summary
@@ -41,10 +38,8 @@ INTERRUPTIONS = (
     *(f"{part}_seconds" for part in (*PARTS, "total")),
     "detail",
 )
-CLASSES = ("class", "images", "correct", "accuracy", "most_often_confused_with", "confused_images")
 # The number of rows to read or write at a time, which limits the memory.
 _PART_ROWS = 2000
-_BASE64 = re.compile(r"[A-Za-z0-9+/]+=*")
 _Read = TypeVar("_Read")
 
 
@@ -56,15 +51,13 @@ class RunRecord:
     summary: Summary
     spec: RunSpec | None
     settings: Mapping[str, Any]
-    """The run's flags by name, and the command line of a script."""
+    """The run's flags by name, and the command line of a script; empty if they cannot be read."""
     metrics: Mapping[str, pd.DataFrame]
     """The tables of the files in `metrics/`, by name; `train` and `eval` are always there."""
     attempts: Rows
     interruptions: Rows
-    classes: Rows
+    confusion: Rows
     """The classes of the test with the numbers of their images by predicted class; empty without a confusion matrix."""
-    mistakes: Rows
-    """The most confident errors among the test's images."""
     history: History
     task: EvaluationTask | None
     """The task of an evaluation; None for other runs."""
@@ -97,23 +90,10 @@ class RunRecord:
         return self.summary.state in TERMINAL
 
     @property
-    def began(self) -> float:
-        """The time at which the first attempt started; NaN before the first attempt."""
-        return float(self.attempts[0]["started"]) if self.attempts else np.nan
-
-    @property
     def steps_per_epoch(self) -> float | None:
         """The number of steps in an epoch; None for a program without a flag `epochs`, and before the first step."""
         total, epochs = self.summary.total_steps, self.settings.get("epochs")
         return total / epochs if total and epochs else None
-
-    def periods(self, now: float) -> list[Period]:
-        """Return the periods of the run until its end or `now`; none before the first attempt."""
-        if not self.attempts:
-            return []
-        own_script = self.spec is not None and not self.spec.program.reports_steps
-        ended = (self.attempts[-1]["ended"] or self.history.events[-1].time) if self.has_ended else now
-        return periods_of(self.history, self.summary.interruptions, ended, own_script=own_script)
 
 
 def gather(run: RunDir, summary: Summary) -> RunRecord:
@@ -124,13 +104,13 @@ def gather(run: RunDir, summary: Summary) -> RunRecord:
     files = {path.stem: path for path in (run.train_metrics, run.eval_metrics)}
     files |= {path.stem: path for path in sorted(run.train_metrics.parent.glob("*.jsonl"))}
     metrics = {name: _metrics(notes, path) for name, path in files.items()}
-    classes = _try(notes, run.confusion, read_classes) or []
+    confusion = _try(notes, run.confusion, read_confusion) or []
     notes += summary.damaged
     record = RunRecord(
         run=run,
         summary=summary,
         spec=spec,
-        settings=plain({"script": " ".join(spec.script), **settings_of(spec)}) if spec else {},
+        settings=_settings(notes, spec) if spec else {},
         metrics=metrics,
         attempts=[
             {
@@ -144,8 +124,7 @@ def gather(run: RunDir, summary: Summary) -> RunRecord:
             {**vars(one), **{f"{part}_seconds": seconds for part, seconds in one.seconds.items()}, "number": number}
             for number, one in enumerate(summary.interruptions, 1)
         ],
-        classes=classes,
-        mistakes=_try(notes, run.samples, read_mistakes) or [],
+        confusion=confusion,
         history=History.load(run),
         task=_try(notes, run.model, EvaluationTask.load),
         revision=_try(notes, run.revision, lambda path: path.read_text().strip()),
@@ -164,6 +143,14 @@ def _try(notes: list[str], path: Path, read: Callable[[Path], _Read]) -> _Read |
     except (OSError, ValueError, LookupError, TypeError, ArithmeticError, UserError) as error:
         notes.append(f"{path.parent.name}/{path.name} cannot be read: {' '.join(str(error).split())}.")
         return None
+
+
+def _settings(notes: list[str], spec: RunSpec) -> dict[str, Any]:
+    try:
+        return plain({"script": " ".join(spec.script), **settings_of(spec)})
+    except UserError as error:
+        notes.append(f"The settings in spec.json are of another version of torchrelay: {error}.")
+        return {}
 
 
 def _metrics(notes: list[str], path: Path) -> pd.DataFrame:
@@ -206,39 +193,13 @@ def _missing(record: RunRecord) -> list[str]:
     return notes
 
 
-def read_classes(path: Path) -> list[dict[str, Any]]:
-    """Return a row for each class of a confusion matrix, with its `counts`. Raises ValueError if it is damaged."""
+def read_confusion(path: Path) -> list[dict[str, Any]]:
+    """Return the name and the `counts` of each row of a confusion matrix. Raises ValueError if it is damaged."""
     with path.open(encoding="utf-8", newline="") as file:
         (_, *header), *lines = csv.reader(file)
-    names = [csv_text(cell) for cell in header]
-    if not names or [csv_text(line[0]) for line in lines] != names:
+    if not header or [line[0] for line in lines] != header or any(len(line) != len(header) + 1 for line in lines):
         raise ValueError("its rows and columns differ")
-    found = list[dict[str, Any]]()
-    for own, (name, line) in enumerate(zip(names, lines, strict=True)):
-        counts = [int(cell) for cell in line[1:]]
-        wrong = [0 if other == own else count for other, count in zip(range(len(names)), counts, strict=True)]
-        most = max(wrong)
-        found.append({
-            "class": name, "images": sum(counts), "correct": counts[own], "counts": counts,
-            "accuracy": counts[own] / sum(counts) if any(counts) else None,
-            "most_often_confused_with": names[wrong.index(most)] if most else None, "confused_images": most,
-        })  # fmt: skip
-    return found
-
-
-def read_mistakes(path: Path) -> list[dict[str, Any]]:
-    """Return the most confident errors. Raises KeyError, TypeError or ValueError if the file is damaged."""
-    found: list[dict[str, Any]] = [
-        {
-            **{key: str(sample[key]) for key in ("name", "true", "predicted", "png")},
-            "probability": float(sample["probability"]),
-        }
-        for sample in json.loads(path.read_bytes())
-        if sample["kind"] == "mistake"
-    ]
-    if not all(_BASE64.fullmatch(sample["png"]) for sample in found):
-        raise ValueError("an image is damaged")
-    return found
+    return [{"class": csv_text(name), "counts": [int(cell) for cell in counts]} for name, *counts in lines]
 
 
 def csv_tables(records: Sequence[RunRecord]) -> dict[str, Iterator[str]]:
@@ -253,7 +214,7 @@ def csv_tables(records: Sequence[RunRecord]) -> dict[str, Iterator[str]]:
         ]
         for name in names
     }
-    for name, columns in (("attempts", ATTEMPTS), ("interruptions", INTERRUPTIONS), ("classes", CLASSES)):
+    for name, columns in (("attempts", ATTEMPTS), ("interruptions", INTERRUPTIONS)):
         tables[f"{name}.csv"] = [pd.DataFrame(getattr(record, name), columns=list(columns)) for record in records]
     return {file: _csv(labels_of(records), of_runs) for file, of_runs in tables.items()}
 

@@ -1,40 +1,51 @@
-"""Prepares the data that the templates need for the page of a run or of a comparison. Pure; runs on the login node."""
+"""Makes the self-contained HTML page of a run or of a comparison. Pure; runs on the login node.
 
+The templates escape whatever they print, except scripts.
+"""
+
+import base64
+import hashlib
+import time
 from collections.abc import Mapping, Sequence
+from importlib import resources
+from itertools import pairwise
 from typing import Any
+
+import jinja2
+from markupsafe import Markup
 
 from hpc.base.text import few
 from hpc.programs.program_kinds import program_of_run
-from hpc.report import formats
-from hpc.report.bokeh_figures import plots_of
-from hpc.report.charts import line_style
+from hpc.report.bokeh_figures import Plots, bokeh_script, plots_of
+from hpc.report.charts import COLORS, line_style
 from hpc.report.command import shell_text, submit_command
+from hpc.report.formats import FILTERS, UNKNOWN, duration, known, number, plural
 from hpc.report.gather import RunRecord, labels_of
-from hpc.report.rendering import render
+from hpc.run.events.downtime import waits_of
 from hpc.run.events.kinds import Preflight, Software
 from hpc.status import cells
 from hpc.status.details import largest_parts
 
+Column = tuple[str, Any, str]
+"""The title of a column, its key in the rows, and the kind of its cells."""
+# The CSS class of a column by the kind of its cells. Kinds that are not listed have the class `number`.
+_SIDES = {"text": "", "cause": "", "moment": "", "run": "", "state": "", "words": "words", "wrapped": "wrapped"}
 # Nobody reads a confusion matrix of more classes: a thousand classes would make a million cells.
-_MAX_CLASSES, _MAX_LISTED = 30, 20
+_MAX_CLASSES = 30
 _COMMIT_DIGITS = 12
-# The settings that the line below the title names, if the run has them.
 RELOAD_SECONDS = 30
+"""Time after which the page of a run that goes on reloads itself."""
 # Color and meaning of the marks in the figures.
 _MARKS = (
-    ("failure", "a failure, with the steps or the time that it cost"),
+    ("failure", "a failure, with the steps that it cost"),
     ("outside", "a preemption or time limit"),
 )
-# Color of each kind of period (hpc.run.events.timeline).
-_PERIODS = {"queue": "queue", "startup": "s1", "training": "s3", "recovery": "failure"}
 
 
 def run_page(record: RunRecord, tables: Sequence[str], now: float) -> str:
     """Return the HTML of a run's page. `tables` names the CSV files; `now` is in seconds since the epoch."""
-    spec, classes, evaluation = record.spec, record.classes, _evaluation(record)
-    has_few = len(classes) <= _MAX_CLASSES
-    worst = sorted(classes, key=lambda row: 1.0 if row["accuracy"] is None else row["accuracy"])
-    return render(
+    spec, evaluation = record.spec, _evaluation(record)
+    return _render(
         "run.html",
         record=record,
         tables=tables,
@@ -46,11 +57,10 @@ def run_page(record: RunRecord, tables: Sequence[str], now: float) -> str:
         plots=plots_of([] if evaluation else [record]),
         evaluation=evaluation,
         mark_legend=_MARKS,
-        **_timeline(record, now),
+        timeline=_timeline(record, now),
         interruptions=[_interruption_row(row) for row in record.interruptions],
-        classes=classes if has_few else worst[:_MAX_LISTED],
-        has_matrix=has_few,
-        command=shell_text(submit_command(spec, record.task)) if spec else "",
+        classes=record.confusion if len(record.confusion) <= _MAX_CLASSES else [],
+        command=shell_text(submit_command(spec, record.task)) if spec and record.settings else "",
         started_in=spec.start_directory(record.run) if spec else None,
     )
 
@@ -59,7 +69,7 @@ def comparison_page(records: Sequence[RunRecord], links: Sequence[str | None], t
     """Return the HTML of the page that compares runs. `links` has the path of each run's own page; None without one."""
     labels = labels_of(records)
     differing = _differing_settings(records)
-    return render(
+    return _render(
         "comparison.html",
         tables=tables,
         reload_seconds=None if all(record.has_ended for record in records) else RELOAD_SECONDS,
@@ -79,10 +89,11 @@ def _headline(record: RunRecord) -> list[str]:
     if record.spec is None:
         return []
     resources, task = record.spec.resources, record.task
-    words = [task.title, f"on {record.spec.data}"] if task else program_of_run(record.spec).describe()
+    words = program_of_run(record.spec).describe() if record.settings and not task else []
+    words = [task.title, f"on {record.spec.data}"] if task else words
     count, kind = resources.gpus_per_node.count, resources.gpus_per_node.kind
-    gpus = formats.plural(count, f"{kind or ''} GPU".strip())
-    gpus = f"{formats.plural(count, 'rank')} on CPUs" if cells.is_on_cpu(record.summary) else gpus
+    gpus = plural(count, f"{kind or ''} GPU".strip())
+    gpus = f"{plural(count, 'rank')} on CPUs" if cells.is_on_cpu(record.summary) else gpus
     nodes = f"{resources.nodes} node{'s' * (resources.nodes.most > 1)}"
     return [*words, nodes + (f" × {gpus}" if count else " without GPUs")]  # noqa: RUF001 - times
 
@@ -101,12 +112,10 @@ def _facts(record: RunRecord) -> list[tuple[str, str]]:
         "Device": " and ".join(dict.fromkeys(event.device or "" for event in checked)),
         "Jobs": few(list(dict.fromkeys(jobs))),
         "Nodes": few(sorted({node for attempt in summary.attempts for node in attempt.nodes})),
-        "Wait in the queue": summary.queue_seconds and formats.duration(summary.queue_seconds),
+        "Wait in the queue": summary.queue_seconds and duration(summary.queue_seconds),
     }
-    if hours := summary.gpu_hours:
-        unit = "Rank-hours" if cells.is_on_cpu(summary) else "GPU-hours"
-        parts = [f"{name} {value:.3g}" for name, value in hours.items() if name != "allocated" and value]
-        facts[unit] = f"{hours['allocated']:.3g}: {', '.join(parts)}"
+    if hours := cells.gpu_hours(summary):
+        facts["Rank-hours" if cells.is_on_cpu(summary) else "GPU-hours"] = hours
     return [(name, str(value)) for name, value in facts.items() if value]
 
 
@@ -122,22 +131,33 @@ def _interruption_row(row: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **row,
         "at": row["failed_at"] or row["recorded_at"],
-        "steps": formats.number(row["steps_lost"]) if at_most is None else f"\N{LESS-THAN OR EQUAL TO} {at_most}",
+        "steps": number(row["steps_lost"]) if at_most is None else f"\N{LESS-THAN OR EQUAL TO} {at_most}",
         "where": ", ".join([*rank, *([row["node"]] if row["node"] else [])]),
         "parts": largest_parts(row["seconds"]).replace("_", " "),
     }
 
 
-def _timeline(record: RunRecord, now: float) -> dict[str, Any]:
-    """Return a run's periods in their order, and the sum of each kind, both as name, seconds and color."""
-    parts, spent = list[tuple[str, float, str]](), dict.fromkeys(_PERIODS, 0.0)
-    for period in record.periods(now):
-        spent[period.kind] += period.seconds
-        attempt = sum(one["started"] < period.ended for one in record.attempts)
-        name = f"attempt {attempt}" if period.kind == "training" else period.kind
-        after = f" after interruption #{period.interruption}" if period.interruption else ""
-        parts.append((name + after, period.seconds, _PERIODS[period.kind]))
-    return {"timeline": parts, "time_spent": [(kind, spent[kind], color) for kind, color in _PERIODS.items()]}
+def _timeline(record: RunRecord, now: float) -> list[tuple[str, float, str]]:
+    """Return the parts of a run's time in their order, as name, seconds and color; none before the first attempt."""
+    attempts = record.history.attempts
+    if not attempts:
+        return []
+    until = (attempts[-1].ended or record.history.events[-1].time) if record.has_ended else now
+    waits, costs = waits_of(record.history, until), record.interruptions
+    failures = [(one["failed_at"] or one["recorded_at"], one["total_seconds"]) for one in costs]
+    # Where spans overlap, the earliest in this list counts.
+    spans = [
+        *(("queue", begin, end, "queue") for begin, end in waits),
+        *(("recovery", begin, begin + seconds, "failure") for begin, seconds in failures if seconds is not None),
+        *((f"attempt {one.attempt}", one.started, one.ended or until, "s3") for one in attempts),
+        ("pause", waits[0][0], until, "soft"),
+    ]
+    edges = sorted({min(max(edge, waits[0][0]), until) for _, *span, _ in spans for edge in span})
+    parts = [
+        (next((name, color) for name, first, last, color in spans if first <= begin and end <= last), end - begin)
+        for begin, end in pairwise(edges)
+    ]
+    return [(name, seconds, color) for (name, color), seconds in parts]
 
 
 def _runs(
@@ -171,3 +191,41 @@ def _differing_settings(records: Sequence[RunRecord]) -> dict[str, list[str]]:
 
 def _setting(value: Any) -> str:
     return " ".join(map(str, value if isinstance(value, list) else [] if value in {None, ""} else [value])) or "default"
+
+
+def _render(
+    template: str, *, plots: Plots, tables: Sequence[str] = (), reload_seconds: int | None = None, **values: Any
+) -> str:
+    """Return the HTML of a page. `tables` names its CSV files; if `reload_seconds` is set, the page reloads itself."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("hpc.report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {**FILTERS, "formatted": _formatted, "with_values": _with_values}
+    environment.filters["side"] = lambda kind: _SIDES.get(kind, "number")
+    environment.tests["known"] = known
+    environment.globals |= {"unknown": UNKNOWN, "colors": COLORS}
+    # JSON keys must keep their order, because Bokeh reads its models in this order.
+    environment.policies["json.dumps_kwargs"] = {"sort_keys": False}
+    own = resources.files("hpc.report").joinpath("templates", "page.js").read_text(encoding="utf-8")
+    # These scripts are ours and contain no text from a run.
+    scripts = [Markup(script) for script in ([bokeh_script()] if plots.charts else []) + [own]]  # noqa: S704
+    hashes = " ".join(f"'sha256-{_sha256(script)}'" for script in scripts)
+    values |= {"tables": tables, "reload_seconds": reload_seconds, "now": time.time()}
+    return environment.get_template(template).render(**values, plots=plots, scripts=scripts, script_hashes=hashes)
+
+
+def _sha256(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def _formatted(value: object, kind: str) -> str:
+    return FILTERS.get(kind, FILTERS["text"])(value)
+
+
+def _with_values(columns: Sequence[Column], rows: Sequence[Any]) -> list[Column]:
+    return [column for column in columns if any(_formatted(row[column[1]], column[2]) != UNKNOWN for row in rows)]

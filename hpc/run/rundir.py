@@ -9,7 +9,7 @@ from hpc.base.errors import UserError
 from hpc.base.files import refresh_nfs_cache
 
 # Files in `final/`.
-CONFUSION, SAMPLES, CLASSES = "confusion.csv", "samples.json", "classes.csv"
+CONFUSION, CLASSES = "confusion.csv", "classes.csv"
 # Files in `final/` and `best/`.
 MODEL_WEIGHTS, MODEL_CARD = "model.safetensors", "model.json"
 LIBRARY = "training/relay"
@@ -58,8 +58,6 @@ class RunDir:
     """One JSON line per logged step."""
     counted_steps = SubPath("metrics/counted.json")
     """How many optimizer steps a script that reports none has done since its ranks last started."""
-    newest_snapshot = SubPath("metrics/snapshot.json")
-    """Step, time and memory of the newest snapshot, as rank 0 records it every few seconds."""
     eval_metrics = SubPath("metrics/eval.jsonl")
     """One JSON line per evaluation."""
     tensorboard = SubPath("tensorboard")
@@ -80,8 +78,6 @@ class RunDir:
     final_result = SubPath("final/result.json")
     final_model = SubPath(f"final/{MODEL_WEIGHTS}")
     confusion = SubPath(f"final/{CONFUSION}")
-    samples = SubPath(f"final/{SAMPLES}")
-    """Some test images with their predictions."""
     logs = SubPath("logs")
     """The output of all attempts."""
     report = SubPath("report/index.html")

@@ -53,17 +53,13 @@ def _facts(row: Summary) -> dict[str, str]:
         if row.last_output
         else training_progress(row),
         "last output": _last_output(row),
-        "snapshot": _joined(
-            _named("", row.snapshot_seconds, "{:.0f} s ago"),
-            _named("", row.snapshot_bytes and row.snapshot_bytes / 1e6, "{:,.1f} MB of each node's memory"),
-        ),
         "accuracy": _joined(
             _named("", row.val_accuracy, "{:.2%} val"),
             _named("", row.test_accuracy, "{:.2%} test"),
             _named("", row.best_test_accuracy, "{:.2%} test of the best model"),
         ),
         "time": _time(row),
-        "rank-hours" if cells.is_on_cpu(row) else "GPU-hours": _gpu_hours(row.gpu_hours),
+        "rank-hours" if cells.is_on_cpu(row) else "GPU-hours": cells.gpu_hours(row),
         "interrupted": cells.interruptions(row) or ("0" if row.state == "completed" else ""),
         "model": row.model or "",
         "metrics": "; ".join(map(_tracker, row.trackers)),
@@ -121,19 +117,6 @@ def _time(row: Summary) -> str:
         _named("", row.goodput, "{:.0%} of it productive"),
         _duration(row.queue_seconds, "{} in the queue"),
     )
-
-
-def _gpu_hours(hours: Mapping[str, float] | None) -> str:
-    """Return the GPU-hours of a run, and what the GPUs did in them (hpc.run.events.timeline)."""
-    if hours is None:
-        return ""
-    parts = {
-        "productive": hours["productive"],
-        "lost to interruptions": hours["recomputed"] + hours["recovering"],
-        "starting, evaluating, saving": hours["waiting"] + hours["evaluating and saving"],
-        "unknown": hours["unknown"],
-    }
-    return f"{hours['allocated']:.3g}: " + _joined(*(f"{value:.3g} {name}" for name, value in parts.items() if value))
 
 
 def _tracker(one: TrackerState) -> str:

@@ -20,7 +20,7 @@ from hpc.base.files import last_json_line, number_in, storage_time
 from hpc.base.kernel import is_alive
 from hpc.run.causes import Cause, JobState
 from hpc.run.events.attempts import Attempt
-from hpc.run.events.downtime import Interruption, goodput, interruptions_of, steps_lost
+from hpc.run.events.downtime import goodput, interruptions_of, productive_seconds, steps_lost, waits_of
 from hpc.run.events.history import History, State
 from hpc.run.events.kinds import (
     Claimed,
@@ -36,7 +36,6 @@ from hpc.run.events.kinds import (
     Submitting,
     TrainStarted,
 )
-from hpc.run.events.timeline import GPU_PARTS, gpu_hours, periods_of
 from hpc.run.ownership import other_owner
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
@@ -52,6 +51,7 @@ from hpc.status.summary import (
     TERMINAL,
     AttemptSummary,
     AwaitedRun,
+    GpuHours,
     StagingProgress,
     Summary,
     TrackerState,
@@ -59,7 +59,7 @@ from hpc.status.summary import (
 )
 from hpc.status.warnings import unknown_restarts, warnings_of
 from hpc.supervise.decide import NEVER_SUBMITTED, STARTS, Decision, decide
-from hpc.supervise.observe import ObservedRun, observe, with_final_states
+from hpc.supervise.observe import RunObservation, observe, with_final_states
 
 _CONTINUE = "continue it with hpc supervise --once, or hpc resume"
 _LITTLE_SPACE_BYTES = 2**16
@@ -91,7 +91,6 @@ def summarize(
             train=_numbers(last_json_line(run.train_metrics)),
             validation=_numbers(last_json_line(run.eval_metrics, lambda line: line.get("split") == "val")),
             counted=_numbers(last_json_line(run.counted_steps)),
-            snapshot=_numbers(last_json_line(run.newest_snapshot)),
             result=_final_result(run, damaged),
             spec=_spec(run, damaged),
         )
@@ -118,8 +117,6 @@ class _Records:
     """Numbers of the last validation."""
     counted: Mapping[str, Any] = field(default_factory=dict)
     """Numbers of the steps that the ranks of a script have counted."""
-    snapshot: Mapping[str, Any] = field(default_factory=dict)
-    """Numbers of the newest snapshot."""
     result: Mapping[str, Any] | None = None
     """The final result; empty if its file is damaged, None if the run has none yet."""
     spec: RunSpec | None = None
@@ -156,7 +153,6 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
         epoch=train.get("epoch"),
         step=train.get("step"),
         **_counted(records, attempts, is_over=state in TERMINAL),
-        **_snapshot(records, attempts, is_over=state in TERMINAL),
         total_steps=started.total_steps if started else None,
         world_size=ranks.world_size if ranks else train.get("world_size"),
         device=checked.device if checked else None,
@@ -168,7 +164,7 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
         model=str(run.final_model) if records.result is not None and run.final_model.is_file() else None,
         steps_lost=steps_lost(interruptions) if attempts else None,
         **_allocation(attempts, records.spec),
-        **_time_spent(records, attempts, interruptions, is_over=state in TERMINAL),
+        **_time_spent(records, attempts, is_over=state in TERMINAL),
         interruptions=tuple(interruptions),
         budget=history.budget.used,
         warnings=warnings,
@@ -217,16 +213,13 @@ def _allocation(attempts: Sequence[Attempt], spec: RunSpec | None) -> dict[str, 
     return {"partition": resources.partition, "gpus": nodes * gpus.count, "gpu_type": gpus.kind}
 
 
-def _time_spent(
-    records: _Records, attempts: Sequence[Attempt], interruptions: Sequence[Interruption], *, is_over: bool
-) -> dict[str, Any]:
+def _time_spent(records: _Records, attempts: Sequence[Attempt], *, is_over: bool) -> dict[str, Any]:
     """Return the fields of a Summary about time. `elapsed_seconds` leaves out pauses that `hpc resume` ended."""
     history, spec, trained = records.history, records.spec, records.train.get("train_seconds")
     events = history.events
     last = attempts[-1].ended if attempts and attempts[-1].ended else events[-1].time if events else 0.0
     until = last if is_over else time.time()
-    periods = periods_of(history, interruptions, until, own_script=spec is not None and not spec.program.reports_steps)
-    queued = sum(period.seconds for period in periods if period.kind == "queue") if events else None
+    queued = sum(end - begin for begin, end in waits_of(history, until)) if events else None
     if not attempts:
         return {"elapsed_seconds": None, "queue_seconds": queued, "goodput": None, "gpu_hours": None}
     paused = sum(attempt.resumed - attempt.ended for attempt in attempts if attempt.resumed and attempt.ended)
@@ -234,11 +227,13 @@ def _time_spent(
     starts = history.of(TrainStarted)
     inherited = starts[0].train_seconds if starts else 0.0  # a fork inherits the seconds of its original
     hours = None
-    if spec is not None and spec.resources.gpus_per_node.count:
-        parts = gpu_hours(
-            history, periods, spec.resources.gpus_per_node.count, records.train, steps_lost(interruptions)
+    if spec is not None and (gpus := spec.resources.gpus_per_node.count):
+        node_seconds = sum(len(attempt.nodes) * ((attempt.ended or until) - attempt.started) for attempt in attempts)
+        productive = productive_seconds(history, trained)
+        hours = GpuHours(
+            allocated=max(0.0, node_seconds * gpus / 3600),
+            productive=None if productive is None else productive / 3600,
         )
-        hours = {"allocated": sum(parts.values()), **dict.fromkeys(GPU_PARTS, 0.0), **parts}
     return {
         "elapsed_seconds": max(0.0, until - began),
         "queue_seconds": queued,
@@ -257,14 +252,6 @@ def _counted(records: _Records, attempts: Sequence[Attempt], *, is_over: bool) -
     is_now = counted.get("attempt") == last.attempt and not is_over
     pace = counted.get("step_seconds") if is_now else None
     return {"counted_steps": counted.get("steps") if is_now else None, "steps_per_second": 1 / pace if pace else None}
-
-
-def _snapshot(records: _Records, attempts: Sequence[Attempt], *, is_over: bool) -> dict[str, Any]:
-    """Return the fields of a Summary about the newest snapshot; they are None if the attempt has ended."""
-    newest = records.snapshot
-    if is_over or not attempts or attempts[-1].cause is not None or newest.get("time", 0.0) < attempts[-1].started:
-        return {"snapshot_seconds": None, "snapshot_bytes": None}
-    return {"snapshot_seconds": max(0.0, time.time() - newest["time"]), "snapshot_bytes": newest.get("node_bytes")}
 
 
 def _why_new_job(resubmitted: Resubmitted) -> str | None:
@@ -369,14 +356,14 @@ def _eta_seconds(started: TrainStarted, train: Mapping[str, Any]) -> float | Non
 
 def _decisions(runs: Sequence[RunDir], jobs: Mapping[str, SlurmJob] | None) -> dict[Path, Decision]:
     """Return the supervisor's decision on each unfinished Slurm run. `runs` have no job. Empty if `jobs` is None."""
-    found, scripts = list[ObservedRun](), jobs_by_script(jobs.values() if jobs else ())
+    found, scripts = list[RunObservation](), jobs_by_script(jobs.values() if jobs else ())
     queued = [run for run in runs if jobs is not None and run.script.exists() and not run.final_result.exists()]
     clocks = {parent: storage_time(parent) for parent in {run.path.parent for run in queued}}
     for run in queued:
         # A damaged run, or one that was deleted meanwhile, gets no decision.
         with contextlib.suppress(*_DAMAGE):
             found.append(observe(run, scripts, clocks[run.path.parent]))
-    return {one.run.path: decide(one.known) for one in with_final_states(found)}
+    return {one.run.path: decide(one) for one in with_final_states(found)}
 
 
 def _modified_ns(path: Path) -> int | None:

@@ -1,20 +1,23 @@
 """The types of the JSON document of `hpc status`. Unknown values are None. Times are seconds since the epoch."""
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
-from msgspec import Meta, Struct, to_builtins
+from msgspec import Struct, to_builtins
 
 from hpc.run.events.downtime import Interruption
 from hpc.run.events.history import State
-from hpc.run.events.timeline import GPU_PARTS
 from hpc.run.spec import Service
 
 TERMINAL = frozenset({"completed", "failed", "cancelled"})
-_HOURS = ["allocated", *GPU_PARTS]
-GpuHours = Annotated[
-    Mapping[str, float], Meta(extra_json_schema={"required": _HOURS, "propertyNames": {"enum": _HOURS}})
-]
+
+
+class GpuHours(Struct, frozen=True, kw_only=True):
+    """The hours of a run's GPUs, spares included, from each claim to the end of the attempt."""
+
+    allocated: float
+    productive: float | None
+    """Hours of the ranks in steps that count; None if the script does not report its steps."""
 
 
 class AttemptSummary(Struct, frozen=True, kw_only=True):
@@ -101,10 +104,6 @@ class Summary(Struct, frozen=True, kw_only=True):
     """The steps that a script which reports none has done since its ranks last started."""
     steps_per_second: float | None
     """The pace of the counted steps, while the run trains."""
-    snapshot_seconds: float | None
-    """Seconds since the newest snapshot, while the run trains. Rank 0 records it every 5 s at most."""
-    snapshot_bytes: int | None
-    """Memory of a node that snapshots take."""
     total_steps: int | None
     world_size: int | None
     device: str | None
@@ -123,7 +122,6 @@ class Summary(Struct, frozen=True, kw_only=True):
     elapsed_seconds: float | None
     queue_seconds: float | None
     gpu_hours: GpuHours | None
-    """GPU-hours by what the GPUs did, and their sum, `allocated`; `unknown` is what a script does not report."""
     goodput: float | None
     """The productive share of the time."""
     interruptions: tuple[Interruption, ...]

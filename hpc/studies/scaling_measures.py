@@ -74,7 +74,7 @@ def measure(size: str, ranks: int, run: RunDir, summary: Summary, *, is_weak: bo
         speed=images or (pace * (ranks if is_weak else 1) if pace else None),
         data_wait_share=_mean(steady, "data_wait_share"),
         allreduce_wait_share=_mean(steady, "allreduce_wait_share"),
-        gpu_hours=(summary.gpu_hours or {}).get("allocated"),
+        gpu_hours=summary.gpu_hours.allocated if summary.gpu_hours else None,
         images=round(summary.step * batch_size) if summary.step and batch_size else None,
         val_loss=min(losses, default=None),
         test_accuracy=summary.test_accuracy,

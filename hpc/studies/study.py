@@ -155,7 +155,7 @@ class Study(ABC, Generic[Spec]):
             return
         if any(run.script.exists() for run in cli.all_runs(self.group.path)):
             self._supervised = time.monotonic()
-            for line in check_runs(SuperviseOptions(runs_dir=self.group.path), []):
+            for line in check_runs(SuperviseOptions(runs_dir=self.group.path)):
                 if line["problem"]:
                     self.tell(f"{line['run']}: {line['action']} ({line['reason']}): {line['problem']}")
 

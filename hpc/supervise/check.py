@@ -1,7 +1,6 @@
 """One check of all runs: observes each, decides, acts, and sends the messages that are due. Runs on the login node."""
 
 import functools
-import os
 import subprocess
 import sys
 import time
@@ -10,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from hpc.base.environment import REASON, RUN_DIR, STATE
 from hpc.base.errors import TorchrelayError, UserError
 from hpc.base.files import modified, storage_time
 from hpc.base.flags import Flag
@@ -18,8 +16,6 @@ from hpc.base.text import visible
 from hpc.base.units import Duration
 from hpc.commands import cli
 from hpc.run.causes import JobState
-from hpc.run.events.kinds import Notified
-from hpc.run.events.ledger import record_once
 from hpc.run.ownership import check_is_own
 from hpc.run.spec import RunSpec
 from hpc.services.notification.delivery import is_due, run_delivery
@@ -27,12 +23,11 @@ from hpc.slurm import client as slurm
 from hpc.slurm import handover, squeue
 from hpc.slurm.squeue import jobs_by_script
 from hpc.supervise.decide import STARTS, Action, Decision, decide
-from hpc.supervise.observe import ObservedRun, observe, with_final_states
+from hpc.supervise.observe import RunObservation, observe, with_final_states
 from hpc.supervise.perform import perform
 
 # A run that ended longer ago, perhaps before a supervisor was started, causes no message.
 _NEWS_SECONDS = 3600.0
-_ON_END_TIMEOUT_SECONDS = 60
 # A silent run gets time for two heartbeats of an agent, with a margin.
 _CONFIRM_SECONDS = 12.0
 Line = dict[str, str | None]
@@ -50,12 +45,9 @@ class SuperviseOptions(cli.RunsOptions):
     """Print what hpc supervise would do with each run, and why, without doing it."""
     max_parallel_requeues: int = 20
     """Start at most this number of runs per check, because each run stages its data."""
-    on_end: Annotated[str, Flag(metavar="COMMAND")] = ""
-    """Command to run once for each run that is complete or has failed for good.
-    Its environment has TORCHRELAY_RUN_DIR, TORCHRELAY_STATE and TORCHRELAY_REASON."""
 
 
-def check_runs(options: SuperviseOptions, on_end: list[str]) -> list[Line]:
+def check_runs(options: SuperviseOptions) -> list[Line]:
     """Decide about each run, and act on it. Returns a --json line per run. Raises TorchrelayError if squeue fails."""
     lines, started = list[Line](), 0
     for one, decided in _decisions(options):
@@ -63,7 +55,7 @@ def check_runs(options: SuperviseOptions, on_end: list[str]) -> list[Line]:
         if decision.action in STARTS and started >= options.max_parallel_requeues:
             decision = Decision(reason=f"{started} runs start at once: retried at the next check")
         elif not options.dry_run:
-            problem = _act(one, decision, on_end)
+            problem = _act(one, decision)
         started += decision.action in STARTS and problem is None
         lines.append({
             "run": one.run.name,
@@ -76,9 +68,9 @@ def check_runs(options: SuperviseOptions, on_end: list[str]) -> list[Line]:
     return lines
 
 
-def _decisions(options: SuperviseOptions) -> list[tuple[ObservedRun, Decision]]:
+def _decisions(options: SuperviseOptions) -> list[tuple[RunObservation, Decision]]:
     """Return the decision about every run. A silent run gets time for another heartbeat before it is resubmitted."""
-    found = [(one, decide(one.known)) for one in _observed(options.runs_dir)]
+    found = [(one, decide(one)) for one in _observed(options.runs_dir)]
     silent = {one.run for one, decision in found if decision.action is Action.RESUBMIT and decision.job_id}
     if silent and not options.dry_run:
         # The run may be alive: a clock may be wrong, or recovering storage may return on this machine first.
@@ -88,11 +80,11 @@ def _decisions(options: SuperviseOptions) -> list[tuple[ObservedRun, Decision]]:
     return [(one, keep if one.run in alive else decision) for one, decision in found]
 
 
-def _observed(runs_dir: Path) -> list[ObservedRun]:
+def _observed(runs_dir: Path) -> list[RunObservation]:
     """Return observations of this user's Slurm runs in a directory. Damaged runs and other users' runs are skipped."""
     jobs = jobs_by_script(squeue.jobs().values())
     storage_now = storage_time(runs_dir.expanduser())
-    found = list[ObservedRun]()
+    found = list[RunObservation]()
     for run in cli.all_runs(runs_dir):
         try:
             check_is_own(run)
@@ -104,26 +96,26 @@ def _observed(runs_dir: Path) -> list[ObservedRun]:
             print(visible(f"hpc supervise: {run.path}: {error!r}"), file=sys.stderr, flush=True)
     found = with_final_states(found)
     for number, one in enumerate(found):
-        new = [job for job in one.known.running_jobs if not one.known.made_last_attempt(job)]
+        new = [job for job in one.running_jobs if not one.made_last_attempt(job)]
         without_first_node = frozenset(job.job_id for job in new if squeue.lacks_first_node(job))
         if without_first_node:
-            found[number] = replace(one, known=replace(one.known, without_first_node=without_first_node))
+            found[number] = replace(one, without_first_node=without_first_node)
         excluded = _excluded(one)
-        if not excluded or all(job.state is not JobState.PENDING for job in one.known.jobs):
+        if not excluded or all(job.state is not JobState.PENDING for job in one.jobs):
             continue
         spec = RunSpec.load(one.run)
         if list(excluded) != handover.typed_exclude(spec):
             # If nodes have gone down since the submission, the pending job can exclude fewer nodes.
             excludable = handover.nodes_to_exclude(one.run, spec, one.history)
-            found[number] = replace(one, known=replace(one.known, excluded=excluded, excludable=excludable))
+            found[number] = replace(one, excluded=excluded, excludable=excludable)
     return found
 
 
-def _excluded(one: ObservedRun) -> Sequence[str]:
+def _excluded(one: RunObservation) -> Sequence[str]:
     """Return the nodes that the run's pending job excludes."""
-    pending = one.known.pending_job
-    if one.known.over or pending is None or pending.job_id in one.history.job_ids:
-        return one.known.excluded
+    pending = one.pending_job
+    if one.over or pending is None or pending.job_id in one.history.job_ids:
+        return one.excluded
     # The reply of its sbatch was lost, so no event names the excluded nodes.
     nodes = slurm.show_job(pending.job_id).get("ExcNodeList", "(null)")
     return [] if nodes == "(null)" else slurm.hostnames(nodes)
@@ -135,42 +127,24 @@ def _skip(reason: str) -> None:
     print(visible(f"hpc supervise: skipped: {reason}"), file=sys.stderr, flush=True)
 
 
-def _act(one: ObservedRun, decision: Decision, on_end: list[str]) -> str | None:
+def _act(one: RunObservation, decision: Decision) -> str | None:
     """Perform a decision, and send the messages that are due. Returns the error message, or None."""
     try:
         if decision.action is not Action.KEEP:
             perform(one, decision)
-        elif on_end and decision.is_final:
-            _call_on_end(one, decision.state, decision.reason, on_end)
         _send_messages(one, decision)
     except (TorchrelayError, OSError, subprocess.SubprocessError) as error:
         return str(error)
     return None
 
 
-def _send_messages(one: ObservedRun, decision: Decision) -> None:
+def _send_messages(one: RunObservation, decision: Decision) -> None:
     """Send the messages for --notify that the nodes failed to send, or whose reason only the supervisor knows."""
     # The events of complete runs are not read, so the time of the result counts.
-    times = [modified(one.run.final_result)] if one.known.complete else [event.time for event in one.history.events]
+    times = [modified(one.run.final_result)] if one.complete else [event.time for event in one.history.events]
     last_news = max(filter(None, times), default=None)
     if last_news is None or time.time() - last_news > _NEWS_SECONDS:
         return
     failure = decision.reason if decision.is_final and decision.state == "failed" else None
     if is_due(one.run, RunSpec.load(one.run).notification, retry=True, failure=failure):
         run_delivery(one.run, retry=True, failure=failure)
-
-
-def _call_on_end(one: ObservedRun, state: str, reason: str, command: list[str]) -> None:
-    """Call the user's command (--on-end) once for a run that has just ended."""
-    last, run = one.known.last, one.run
-    ended = run.final_result.stat().st_mtime if one.known.complete else (last.ended if last else None)
-    marker = run.events / f"notified-{state}-{one.known.attempt:03d}.jsonl"
-    if (ended is not None and time.time() - ended > _NEWS_SECONDS) or marker.exists():
-        return
-    variables = {RUN_DIR: str(run.path), STATE: state, REASON: reason}
-    if record_once(marker, Notified(state=state)):
-        try:
-            subprocess.run(command, env={**os.environ, **variables}, check=True, timeout=_ON_END_TIMEOUT_SECONDS)
-        except (OSError, subprocess.SubprocessError):
-            marker.unlink()  # the next check calls it again
-            raise

@@ -68,7 +68,7 @@ class Decision:
     state: State = "pending"
     """The state of a run without a job, for `hpc status`."""
     is_final: bool = False
-    """Whether the run is complete or given up, for --on-end."""
+    """Whether the run is complete or given up, for --notify."""
 
 
 def decide(run: RunObservation) -> Decision:

@@ -18,8 +18,10 @@ from hpc.slurm.squeue import SlurmJob
 
 @dataclass(frozen=True, kw_only=True)
 class RunObservation:
-    """The facts about a run that `decide` uses, as plain data. Times are seconds since the epoch."""
+    """A run as it was at one moment: the facts that `decide` uses. Times are seconds since the epoch."""
 
+    run: RunDir
+    history: History
     complete: bool = False
     cancelled: bool = False
     """Whether the user called `hpc cancel`."""
@@ -38,6 +40,8 @@ class RunObservation:
     """State of the last job, from squeue or, if squeue does not list the job, from Slurm's accounting."""
     heartbeat_at: float | None = None
     """Time of the last heartbeat of the first node's agent; None before the first."""
+    heartbeat_mtime: float | None = None
+    """Modification time of the run's file `alive`, by its storage's clock; None without the file."""
     queued_jobs: int = 0
     """Number of requeues and new jobs since the last attempt and the last `hpc resume`."""
     handed_over_at: float | None = None
@@ -113,18 +117,7 @@ class RunObservation:
         return self.last is not None and (self.last.job_id, self.last.restart) == (job.job_id, job.restarts)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ObservedRun:
-    """A run as it was at one moment."""
-
-    run: RunDir
-    known: RunObservation
-    history: History
-    heartbeat_mtime: float | None
-    """Modification time of the run's file `alive`, by its storage's clock; None without the file."""
-
-
-def observe(run: RunDir, jobs: Mapping[str, Sequence[SlurmJob]], storage_now: float) -> ObservedRun:
+def observe(run: RunDir, jobs: Mapping[str, Sequence[SlurmJob]], storage_now: float) -> RunObservation:
     """Observe a run. Raises OSError if its directory was deleted, or cannot be read by this user.
 
     `jobs` comes from `jobs_by_script`. `storage_now` is the `storage_time` of the directory that holds the runs.
@@ -142,7 +135,9 @@ def observe(run: RunDir, jobs: Mapping[str, Sequence[SlurmJob]], storage_now: fl
     claim = history.unfinished_handover(number)
     excluded = [event.excluded for event in history.events if isinstance(event, Submitted | Resubmitted | Excluded)]
     refusals = [event.detail for event in history.of(Refused) if event.job_id == job_id]
-    known = RunObservation(
+    return RunObservation(
+        run=run,
+        history=history,
         complete=complete,
         cancelled=history.is_cancelled,
         scancelled=history.is_scancelled,
@@ -151,6 +146,7 @@ def observe(run: RunDir, jobs: Mapping[str, Sequence[SlurmJob]], storage_now: fl
         submitted=job_id is not None,
         jobs=listed,
         last_job_state=next((job.state for job in listed if job.job_id == job_id), JobState.UNKNOWN),
+        heartbeat_mtime=mtime,
         heartbeat_at=None if mtime is None else now - (storage_now - mtime),
         queued_jobs=len(queued),
         handed_over_at=max([*queued, *released], default=None),
@@ -159,21 +155,17 @@ def observe(run: RunDir, jobs: Mapping[str, Sequence[SlurmJob]], storage_now: fl
         excluded=excluded[-1] if excluded else (),
         now=now,
     )
-    return ObservedRun(run=run, history=history, known=known, heartbeat_mtime=mtime)
 
 
-def with_final_states(found: list[ObservedRun]) -> list[ObservedRun]:
+def with_final_states(found: list[RunObservation]) -> list[RunObservation]:
     """Add the state of each run's last job from Slurm's accounting, if squeue no longer lists the job."""
     unlisted = dict[RunDir, str]()
     for one in found:
         job_id = one.history.last_job_id
-        if job_id and not one.known.over and all(job.job_id != job_id for job in one.known.jobs):
+        if job_id and not one.over and all(job.job_id != job_id for job in one.jobs):
             unlisted[one.run] = job_id
     try:
         states = squeue.final_states(list(unlisted.values())) if unlisted else {}
     except TorchrelayError:
         return found  # the cluster has no accounting
-    known = [states.get(unlisted.get(one.run, ""), one.known.last_job_state) for one in found]
-    return [
-        replace(one, known=replace(one.known, last_job_state=state)) for one, state in zip(found, known, strict=True)
-    ]
+    return [replace(one, last_job_state=states.get(unlisted.get(one.run, ""), one.last_job_state)) for one in found]

@@ -17,13 +17,13 @@ from hpc.slurm import handover
 from hpc.slurm.predecessors import redirect_waiting_jobs
 from hpc.slurm.squeue import job_state
 from hpc.supervise.decide import STARTS, Action, Decision
-from hpc.supervise.observe import ObservedRun
+from hpc.supervise.observe import RunObservation
 
 # A start in the same second as the requeue would fail for good: slurmd refuses its credential.
 _SOON = "now+2"
 
 
-def perform(observed: ObservedRun, decision: Decision) -> None:
+def perform(observed: RunObservation, decision: Decision) -> None:
     """Perform a decision.
 
     Raises:
@@ -54,7 +54,7 @@ def perform(observed: ObservedRun, decision: Decision) -> None:
             _redirect_waiting_jobs(observed)
 
 
-def _requeue(observed: ObservedRun, decision: Decision) -> None:
+def _requeue(observed: RunObservation, decision: Decision) -> None:
     """Requeue a job that has ended, or submit a new job if Slurm refuses the requeue."""
     try:
         slurm.requeue(str(decision.job_id))
@@ -64,28 +64,28 @@ def _requeue(observed: ObservedRun, decision: Decision) -> None:
         _record(observed, Requeued(job_id=str(decision.job_id)))
 
 
-def _record(observed: ObservedRun, event: Event) -> None:
+def _record(observed: RunObservation, event: Event) -> None:
     file = observed.run.events / f"supervisor-{socket.gethostname()}-{os.getpid()}.jsonl"
-    EventWriter(file, observed.known.attempt).append(event)
+    EventWriter(file, observed.attempt).append(event)
 
 
-def _record_missing_end(observed: ObservedRun, decision: Decision) -> bool:
+def _record_missing_end(observed: RunObservation, decision: Decision) -> bool:
     """Record the end of the attempt if the ledger lacks it. Returns False if another process recorded it first."""
-    last, run, cause = observed.known.last, observed.run, decision.cause
+    last, run, cause = observed.last, observed.run, decision.cause
     if last is None or cause is None:
         return True
     suspect = last.nodes[0] if cause in {Cause.LOST, Cause.NODE_FAILURE} else None
     return handover.record_missing_end(run, last, decision.reason, cause=cause, suspect=suspect)
 
 
-def _release(observed: ObservedRun, decision: Decision) -> None:
+def _release(observed: RunObservation, decision: Decision) -> None:
     """Let a delayed or held job start now, on nodes that have not failed the run. If it cannot, replace the job."""
     if decision.action is Action.START_NOW and slurm.makes_job_directories():
         _resubmit(observed, decision)
         return
     try:
         excluded = handover.nodes_to_exclude(observed.run, RunSpec.load(observed.run), observed.history)
-        if set(excluded) != set(observed.known.excluded):
+        if set(excluded) != set(observed.excluded):
             _exclude(observed, decision, excluded)
     except TorchrelayError as error:  # the job starts nevertheless
         print(f"hpc supervise: {observed.run.name}: nodes that failed it are not excluded: {error}", file=sys.stderr)
@@ -95,21 +95,21 @@ def _release(observed: ObservedRun, decision: Decision) -> None:
     _record(observed, Released(job_id=decision.job_id))
 
 
-def _allow_nodes(observed: ObservedRun, decision: Decision) -> None:
+def _allow_nodes(observed: RunObservation, decision: Decision) -> None:
     try:
-        _exclude(observed, decision, observed.known.excludable)
+        _exclude(observed, decision, observed.excludable)
     except slurm.SlurmRefusalError:  # Slurm does not change a job in the state EXPEDITING
         _resubmit(observed, decision)
 
 
-def _exclude(observed: ObservedRun, decision: Decision, nodes: Sequence[str]) -> None:
+def _exclude(observed: RunObservation, decision: Decision, nodes: Sequence[str]) -> None:
     slurm.update(str(decision.job_id), ExcNodeList=",".join(nodes))
     _record(observed, Excluded(job_id=str(decision.job_id), excluded=tuple(nodes)))
 
 
-def _resubmit(observed: ObservedRun, decision: Decision) -> None:
+def _resubmit(observed: RunObservation, decision: Decision) -> None:
     """Submit the run's next job and cancel the old one, unless another process has continued or cancelled the run."""
-    run, known, old = observed.run, observed.known, decision.job_id
+    run, old = observed.run, decision.job_id
     last_id = observed.history.last_job_id
     if old is None and last_id is not None:
         state = job_state(slurm.show_job(last_id).get("JobState", ""))
@@ -118,14 +118,14 @@ def _resubmit(observed: ObservedRun, decision: Decision) -> None:
     if not _record_missing_end(observed, decision):
         return
     history = History.load(run)
-    if len(history.attempts) != len(known.attempts) or history.is_cancelled:
+    if len(history.attempts) != len(observed.attempts) or history.is_cancelled:
         return  # another attempt has started, or the user has cancelled the run
     if history.may_restart:
-        if not handover.claim_next_job(run, known.attempt, observed.history):
+        if not handover.claim_next_job(run, observed.attempt, observed.history):
             return
         spec = RunSpec.load(run)
         excluded = handover.nodes_to_exclude(run, spec, history)
-        job_ids = {*(attempt.job_id for attempt in known.attempts), *([old] if old else [])}
+        job_ids = {*(attempt.job_id for attempt in observed.attempts), *([old] if old else [])}
         try:
             new = handover.submit_next_job(run, spec, excluded, job_ids)
         except TorchrelayError:
@@ -138,7 +138,7 @@ def _resubmit(observed: ObservedRun, decision: Decision) -> None:
         slurm.cancel(old)
 
 
-def _redirect_waiting_jobs(observed: ObservedRun, replaced: tuple[str, str] | None = None) -> None:
+def _redirect_waiting_jobs(observed: RunObservation, replaced: tuple[str, str] | None = None) -> None:
     try:
         redirect_waiting_jobs(observed.run, replaced)
     except TorchrelayError as error:

@@ -179,7 +179,7 @@ class Cluster(World):
         options = SuperviseOptions(runs_dir=runs_dir)
         while True:
             try:
-                for line in check_runs(options, []):
+                for line in check_runs(options):
                     if line["action"] != "keep":
                         problem = f" ({line['problem']})" if line["problem"] else ""
                         self.tell(f"hpc supervise: {line['action']}: {line['reason']}{problem}")

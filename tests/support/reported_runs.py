@@ -1,6 +1,5 @@
 """What the tests of the report share: runs as submit, the agents and rank 0 leave them, made in a moment."""
 
-import base64
 import contextlib
 import io
 import json
@@ -8,8 +7,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from PIL import Image
 
 from hpc.base.files import append_json_line
 from hpc.commands.runs.report import main
@@ -121,17 +118,6 @@ def complete(run: RunDir) -> None:
     rows = [("true class", *CLASSES), ("cat", 18, 2, 0), ("dog", 1, 19, 0), (HOSTILE, 0, 6, 14)]
     quoted = [",".join('"' + str(cell).replace('"', '""') + '"' for cell in row) for row in rows]
     run.confusion.write_text("\n".join(quoted) + "\n")
-    run.samples.write_text(json.dumps([_sample("even", 1.0), _sample("mistake", 0.7)]))
-
-
-def _sample(kind: str, probability: float) -> dict[str, Any]:
-    buffer = io.BytesIO()
-    Image.new("L", (28, 28), 128).save(buffer, "PNG")
-    predicted = "cat" if kind == "even" else HOSTILE
-    return {
-        "kind": kind, "index": 3, "name": f"/data/{HOSTILE}.png", "true": "cat", "predicted": predicted,
-        "probability": probability, "png": base64.b64encode(buffer.getvalue()).decode(),
-    }  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -116,8 +116,7 @@ class EvaluationRun:
             "world_size": self._group.world_size,
             "attempt": self._context.attempt,
         }
-        tables = tables_of(self._source, result, classes, self.logger) if self._group.is_rank_zero else {}
-        self.logger.save_final({}, numbers, {name: text.encode() for name, text in tables.items()})
+        self.logger.save_final({}, numbers, tables_of(result, classes) if self._group.is_rank_zero else {})
         self.logger.event(TrainCompleted(step=0))
         self.logger.console.print(
             f"{result.correct:,} of {result.total:,} correct: top-1 {result.accuracy:.2%}, top-5 "

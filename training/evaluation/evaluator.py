@@ -34,8 +34,6 @@ class Evaluation:
     """Indices of unreadable images, in whose place other images were evaluated."""
     predicted: Tensor
     """Predicted class of each image, int64 [n]."""
-    probability: Tensor
-    """Probability of the predicted class of each image, float32 [n]."""
     top5_correct: int
     """Number of images whose true class is among the five most likely classes."""
 
@@ -84,7 +82,6 @@ class Evaluator:
         times_evaluated = torch.zeros(len(source), dtype=torch.int64, device=device)
         shown = torch.zeros(len(source), dtype=torch.int64, device=device)
         predicted = torch.zeros(len(source), dtype=torch.int64, device=device)
-        probability = torch.zeros(len(source), dtype=torch.float32, device=device)
         top5_correct = torch.zeros((), dtype=torch.int64, device=device)
         corrupt: set[int] = set()
         requests = evaluation_requests(len(source), batch_size, rank, world_size)
@@ -97,7 +94,7 @@ class Evaluator:
                     indices = batch.indices.to(device, non_blocking=True)
                     labels = batch.labels.to(device, non_blocking=True)
                     results = self._evaluate_batch(batch.images, labels, top5_correct)
-                    losses[number * world_size + rank], predicted[indices], probability[indices] = results
+                    losses[number * world_size + rank], predicted[indices] = results
                     shown[indices] = labels
                     times_evaluated[indices] += 1
                     corrupt.update(batch.corrupt.tolist())
@@ -112,7 +109,6 @@ class Evaluator:
             loss=math.fsum(all_reduce(losses).tolist()) / len(source),
             corrupt=tuple(sorted(set().union(*self.group.all_gather_json(list(corrupt))))),
             predicted=all_reduce(predicted),
-            probability=all_reduce(probability),
             top5_correct=int(all_reduce(top5_correct)),
         )
         if wrong := int((all_reduce(times_evaluated) != 1).sum()):
@@ -131,11 +127,11 @@ class Evaluator:
             load_full_state_dict(self.model, own.items(), sharded=False)
 
     @torch.inference_mode()
-    def _evaluate_batch(self, images: Tensor, labels: Tensor, top5_correct: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a batch's loss, predicted classes and their probabilities. Adds the batch to `top5_correct`."""
+    def _evaluate_batch(self, images: Tensor, labels: Tensor, top5_correct: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a batch's loss and predicted classes. Adds the batch to `top5_correct`."""
         with autocast(self.config, self.group.device):
             logits = self.model(self.preprocess(images)).float()
         # To count the classes with higher logits would be wrong for equal logits, frequent in bfloat16, and for NaN.
         most_likely = logits.topk(min(_TOP_K, logits.shape[1])).indices
         top5_correct += (most_likely == labels[:, None]).sum()
-        return functional.cross_entropy(logits, labels, reduction="sum"), logits.argmax(1), logits.softmax(1).amax(1)
+        return functional.cross_entropy(logits, labels, reduction="sum"), logits.argmax(1)

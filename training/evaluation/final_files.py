@@ -1,26 +1,16 @@
-"""Makes the CSV tables and the sample predictions in `final/`. Runs on rank 0."""
+"""Makes the CSV tables in `final/`. Runs on rank 0."""
 
-import base64
 import csv
 import io
-import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor
 
 from hpc.base.text import csv_cell
-from training.data.batch_schedule import BatchRequest
-from training.data.loader import ImageSource
-from training.evaluation.evaluator import Evaluation
 
 _CLASS_COLUMNS = ("class", "images", "correct", "accuracy", "precision", "f1", "most confused with", "times")
-_SAMPLES = 12
-# Pixels, enough to recognize a photograph; all samples together take less than a megabyte.
-_MAX_SIDE = 96
 
 
 def confusion_csv(labels: Tensor, predicted: Tensor, classes: tuple[str, ...]) -> str:
@@ -66,38 +56,3 @@ def _csv(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     writer = csv.writer(text)
     writer.writerows(map(csv_cell, row) for row in (header, *rows))
     return text.getvalue()
-
-
-def samples_json(source: ImageSource, test: Evaluation, classes: Sequence[str]) -> str:
-    """Return, as JSON, images spread evenly over the test set (`even`), and the most confident errors (`mistake`).
-
-    The choice depends on the model alone, not on the number of ranks. Raises UserError if this node cannot read the
-    images.
-    """
-    readable = sorted(set(range(len(source.labels))) - set(test.corrupt))
-    count = min(_SAMPLES, len(readable))
-    # Choose the middle of equal ranges: the first images of a folder are all of one class.
-    even = [readable[(2 * number + 1) * len(readable) // (2 * count)] for number in range(count)]
-    wrong = set((test.predicted != source.labels).nonzero().flatten().tolist()) - set(test.corrupt)
-    mistakes = sorted(wrong, key=lambda index: (-float(test.probability[index]), index))[:_SAMPLES]
-    groups = {"even": even, "mistake": mistakes}
-    samples = [_sample(source, test, classes, kind, index) for kind, indices in groups.items() for index in indices]
-    return json.dumps(samples, indent=1) + "\n"
-
-
-def _sample(source: ImageSource, test: Evaluation, classes: Sequence[str], kind: str, index: int) -> dict[str, Any]:
-    pixels = source[BatchRequest(indices=(index,), epoch=None)].images[0].cpu()  # uint8 [C, H, W]
-    # If the image does not have 3 channels, show only its first channel.
-    image = Image.fromarray(pixels.permute(1, 2, 0).numpy() if len(pixels) == 3 else pixels[0].numpy())
-    image.thumbnail((_MAX_SIDE, _MAX_SIDE))
-    png = io.BytesIO()
-    image.save(png, "PNG")
-    return {
-        "kind": kind,
-        "index": index,
-        "name": source.name(index),
-        "true": classes[int(source.labels[index])],
-        "predicted": classes[int(test.predicted[index])],
-        "probability": round(float(test.probability[index]), 4),
-        "png": base64.b64encode(png.getvalue()).decode(),
-    }

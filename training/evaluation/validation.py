@@ -12,15 +12,14 @@ from typing import Any
 
 from torch import Tensor
 
-from hpc.base.errors import UserError
 from hpc.run.events.kinds import TrainCompleted
-from hpc.run.rundir import CLASSES, CONFUSION, MODEL_CARD, SAMPLES
+from hpc.run.rundir import CLASSES, CONFUSION, MODEL_CARD
 from training.checkpoint.state import TrainState
 from training.config.train_config import TrainConfig, highest_learning_rate
 from training.data.dataset import Data, check_corrupt_limit
 from training.data.loader import ImageSource
 from training.evaluation.evaluator import Evaluation, Evaluator
-from training.evaluation.final_files import classes_csv, confusion_csv, samples_json
+from training.evaluation.final_files import classes_csv, confusion_csv
 from training.evaluation.provenance import made_from
 from training.inference.model_card import make_card
 from training.models.factory import Preprocess
@@ -148,11 +147,8 @@ class Validator:
         return {MODEL_CARD: card.to_json().encode()}
 
     def final_files(self, test: Evaluation | None) -> dict[str, bytes]:
-        """Return the tables and samples for `final/` by file name, or an empty dict on ranks other than 0."""
-        if test is None or self.data.test is None or not self.evaluator.group.is_rank_zero:
-            return {}
-        texts = tables_of(self.data.test, test, self.data.classes, self.logger)
-        return {name: text.encode() for name, text in texts.items()}
+        """Return the tables for `final/` by file name, or an empty dict on ranks other than 0."""
+        return {} if test is None or not self.evaluator.group.is_rank_zero else tables_of(test, self.data.classes)
 
 
 def evaluate_and_log(
@@ -194,17 +190,12 @@ def evaluate_and_log(
     return result
 
 
-def tables_of(source: ImageSource, test: Evaluation, classes: tuple[str, ...], logger: RunLogger) -> dict[str, str]:
-    """Return the tables and samples of an evaluation by the names of their files in `final/`."""
-    texts = {CLASSES: classes_csv(test.labels, test.predicted, classes)}
+def tables_of(test: Evaluation, classes: tuple[str, ...]) -> dict[str, bytes]:
+    """Return the tables of an evaluation by the names of their files in `final/`."""
+    tables = {CLASSES: classes_csv(test.labels, test.predicted, classes).encode()}
     if len(classes) <= _MAX_CONFUSION_CLASSES:
-        texts[CONFUSION] = confusion_csv(test.labels, test.predicted, classes)
-    try:
-        texts[SAMPLES] = samples_json(source, test, classes)
-    except UserError as error:
-        # The image was readable on another rank. A missing sample must not cost the result of the training.
-        logger.console.warn(f"{SAMPLES} is missing: {error}")
-    return texts
+        tables[CONFUSION] = confusion_csv(test.labels, test.predicted, classes).encode()
+    return tables
 
 
 def learned_nothing(config: TrainConfig, classes: Sequence[str], test: Evaluation) -> str | None:

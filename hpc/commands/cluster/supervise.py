@@ -7,7 +7,6 @@ creates the file that claims the job, and only one of them can create it.
 
 import functools
 import json
-import shlex
 import sys
 import time
 
@@ -25,14 +24,10 @@ def supervise(options: SuperviseOptions) -> int:
     interval = float(options.interval.seconds)
     if interval < 1 or options.max_parallel_requeues < 1:
         raise UserError("use 1s or more for --interval, and 1 or more for --max-parallel-requeues")
-    try:
-        on_end = shlex.split(options.on_end)
-    except ValueError as error:
-        raise UserError(f"--on-end {options.on_end!r} is not a valid command: {error}") from error
     wait, once = interval, options.once or options.dry_run
     while True:
         try:
-            lines = check_runs(options, on_end)
+            lines = check_runs(options)
             wait = interval
         except (TorchrelayError, OSError) as error:
             if once:

@@ -1,36 +1,12 @@
-// Puts the figures in place, chooses what they show, sorts tables and reloads the page of a run that goes on.
+// Puts the figures in place, sorts tables and reloads the page of a run that goes on.
 "use strict";
 
-const read = id => JSON.parse(document.getElementById(id).textContent);
-
-function showAxis(figure, name, {limits: [start, end], label}) {
-  for (const {glyph} of figure.renderers) {
-    if (glyph.type === "VStrip") {
-      glyph.setv({x0: {field: `${name}_from`}, x1: {field: `${name}_to`}});
-    } else {
-      glyph.x = {field: name};
-    }
-  }
-  figure.below[0].axis_label = label;
-  figure.x_range.setv({start, end, reset_start: start, reset_end: end});
-}
-
 async function drawPlots() {
-  const {document: model, elements, axes} = read("plots");
+  const {document: model, elements} = JSON.parse(document.getElementById("plots").textContent);
   await Bokeh.embed.embed_items({report: model}, [{docid: "report", roots: elements, root_ids: Object.keys(elements)}]);
   const figures = Bokeh.documents[0].roots();
   // A drag by a finger scrolls the page, not the figure.
   if (matchMedia("(pointer: coarse)").matches) for (const figure of figures) figure.toolbar.active_drag = null;
-  const select = document.querySelector("[data-control=axis]");
-  if (!select) return;
-  const show = () => {
-    for (const figure of figures) showAxis(figure, select.value, axes[select.value]);
-    // A reload keeps the choice.
-    history.replaceState(select.value, "");
-  };
-  if ([...select.options].some(option => option.value === history.state)) select.value = history.state;
-  select.addEventListener("change", show);
-  show();
 }
 
 function isZoomed() {

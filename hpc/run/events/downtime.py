@@ -41,6 +41,7 @@ from hpc.run.events.kinds import (
     Requeued,
     Resubmitted,
     Resumed,
+    Submitted,
     TrainStarted,
     TrainStopped,
 )  # fmt: skip
@@ -189,6 +190,29 @@ def steps_lost(interruptions: Iterable[Interruption]) -> int | None:
     costs = [interruption.steps_lost for interruption in interruptions]
     known_costs = [cost for cost in costs if cost is not None]
     return sum(known_costs) if known_costs or not costs else None
+
+
+def waits_of(history: History, until: float) -> list[tuple[float, float]]:
+    """Return when a run had no attempt: from the submission, an attempt's end or `hpc resume` to the next claim.
+
+    A wait that has not ended ends at the time `until`.
+    """
+    starts = [*(attempt.started for attempt in history.attempts), until]
+    submitted = [event.time for event in history.of(Submitted)]
+    ends = (attempt.resumed or attempt.ended for attempt in history.attempts)
+    begins = [min([*submitted[:1], starts[0]]), *(end or start for end, start in zip(ends, starts[1:], strict=True))]
+    return [(min(begin, start), start) for begin, start in zip(begins, starts, strict=True)]
+
+
+def productive_seconds(history: History, train_seconds: float | None) -> float | None:
+    """Return the GPU-seconds of all steps that count, without those of a fork's original; None if not recorded."""
+    if train_seconds is None:
+        return None
+    starts = history.of(TrainStarted)
+    # A start's `train_seconds` are the seconds of the steps that count until then. Each of its ranks uses one GPU.
+    marks = pairwise([*(start.train_seconds for start in starts), train_seconds])
+    trained = (max(0.0, end - begin) for begin, end in marks)
+    return float(sum(start.world_size * seconds for start, seconds in zip(starts, trained, strict=True)))
 
 
 def goodput(train_seconds: float | None, began: float, ended: float) -> float | None:

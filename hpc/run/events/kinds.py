@@ -151,12 +151,6 @@ class Resumed(Event, frozen=True, kw_only=True):
     grace_seconds: Number | None = None
 
 
-class Notified(Event, frozen=True, kw_only=True):
-    """The supervisor is about to call the command of --on-end."""
-
-    state: str
-
-
 # --- attempts and nodes ---
 
 

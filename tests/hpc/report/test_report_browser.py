@@ -23,12 +23,6 @@ CUT_OFF = """() => [...document.body.querySelectorAll('*')]
 # Finds tables that do not fit into their boxes.
 SCROLLING = """() => [...document.querySelectorAll('.scroll')]
   .filter(box => box.scrollWidth > box.clientWidth).map(box => box.ariaLabel)"""
-# What the lines and strips of the first figure show now, and the range of its x axis.
-SHOWN = """() => {
-  const {renderers, x_range, below} = Bokeh.documents[0].roots()[0];
-  const fields = renderers.map(({name, glyph}) => [name, (glyph.x ?? glyph.x0).field, glyph.y?.field]);
-  return {fields, range: [x_range.start, x_range.end], label: below[0].axis_label};
-}"""
 # Where a value of the x axis of the first figure is in the window.
 PLACE = """value => {
   const {frame, el} = Bokeh.index.get_one(Bokeh.documents[0].roots()[0]), box = el.getBoundingClientRect();
@@ -100,9 +94,6 @@ def test_page_of_a_run(window: Page, whole: Path) -> None:
     [(_, ground), *_] = sorted(image.getcolors(), reverse=True)
     is_dark = window.evaluate("matchMedia('(prefers-color-scheme: dark)').matches")
     assert ground < 64 if is_dark else ground > 192
-    shown = window.evaluate("[...document.images].map(one => one.naturalWidth * one.getBoundingClientRect().width)")
-    assert len(shown) == 1
-    assert all(shown)
 
 
 @pytest.mark.slow
@@ -151,24 +142,14 @@ def test_what_one_points_at_is_text_whatever_it_is_called(page: Page, tmp_path: 
     line = {"step": 402, name: 1.0}
     append_json_line(runs[0].train_metrics, {**json.loads(runs[0].train_metrics.read_text().splitlines()[-1]), **line})
     open_page(page, report(*[run.path for run in runs]).path)
-    assert pointed_at(page, 300, name).locator("img, b").count() == 0
+    assert pointed_at(page, 3, name).locator("img, b").count() == 0
 
 
 @pytest.mark.slow
-def test_interruptions_say_what_they_were_and_the_axis_is_chosen_for_all_figures(page: Page, whole: Path) -> None:
+def test_interruptions_say_what_they_were(page: Page, whole: Path) -> None:
     open_page(page, whole)
     find = "name => Bokeh.documents[0].roots()[0].renderers.find(one => one.name === name).data_source.data"
     strips = page.evaluate(find, "interruptions")
-    assert (strips["step_from"], strips["step_to"]) == ([118, 210], [120, 210])
+    assert (strips["start"], strips["end"]) == ([118, 210], [120, 210])
     assert strips["color"][0] != strips["color"][1], "a crash has another color than a preemption"
-    page.select_option("[data-control=axis]", "time")
-    middle = (strips["time_from"][1] + strips["time_to"][1]) / 2
-    pointed_at(page, middle, "#2 preempted at step 210: 1 min 18 s, 0 steps")
-    labels = {}
-    for axis, largest in (("step", 400), ("time", 8.3), ("epoch", 4)):
-        page.select_option("[data-control=axis]", axis)
-        shown = page.evaluate(SHOWN)
-        labels[axis] = shown["label"]
-        assert {field.removesuffix("_from") for _, field, _ in shown["fields"]} == {axis}
-        assert shown["range"][1] == pytest.approx(1.02 * largest, rel=0.01)
-    assert labels == {"step": "step", "time": "minutes since the start", "epoch": "epoch"}
+    pointed_at(page, 119, "#1 crashed at step 120: 10 s, 2 steps")

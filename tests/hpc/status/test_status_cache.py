@@ -191,25 +191,10 @@ def remove_events(run: RunDir) -> None:
     run.events.rmdir()
 
 
-DAMAGE: dict[str, Callable[[RunDir], object]] = {
-    "a torn metric": lambda run: run.train_metrics.write_text('{"step": 5, "loss": 1.0}\n{"step": 6, "lo'),
-    "an empty spec": lambda run: run.spec.write_text(""),
-    "no spec": lambda run: run.spec.unlink(),
-    "bytes": lambda run: run.train_metrics.write_bytes(b"\xff\xfe\x00" * 9999),
-}
 CLOSED: dict[str, Callable[[RunDir], object]] = {
     "a directory in place of a file": lambda run: run.train_metrics.mkdir(),
     "a file in place of the events": lambda run: (remove_events(run), run.events.write_text("")),
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("how", DAMAGE)
-def test_damage_that_hides_nothing(how: str, tmp_path: Path, squeue: Squeue) -> None:
-    run = make_run(tmp_path, CLAIMED)
-    DAMAGE[how](run)
-    squeue(printing(tmp_path, alive(run, "RUNNING")))
-    row = StatusCache().summary(run)
-    assert (row.state, row.attempt, row.warnings) == ("running", 1, [])
 
 
 @pytest.mark.parametrize("how", CLOSED)

@@ -129,7 +129,7 @@ def test_no_value_of_any_field_of_any_event_hides_another_run(runs: tuple[RunDir
         write(damaged.events / "x.jsonl", events)
         rows = StatusCache().summaries([damaged, sound])
         ROW.validate(strict(json.dumps([row.document() for row in rows]))[0])
-        decide(observe(damaged, {}, time.time()).known)
+        decide(observe(damaged, {}, time.time()))
         assert rows[1].attempts == alone
         shown(rows[:1], details=True)
         assert "sound" in shown(rows, details=False)

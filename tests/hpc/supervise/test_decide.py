@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hpc.run.causes import Cause, JobState
 from hpc.run.events.attempts import Attempt
+from hpc.run.events.history import History
+from hpc.run.rundir import RunDir
 from hpc.slurm.squeue import SlurmJob
 from hpc.supervise.decide import NEVER_SUBMITTED, Action, Decision, decide
 from hpc.supervise.observe import RunObservation
@@ -164,7 +167,7 @@ TABLE: list[tuple[str, dict[str, Any], Action, str]] = [
 def view(**known: Any) -> RunObservation:
     """What is known; the last job is the last that squeue lists."""
     listed = {"last_job_state": known["jobs"][-1].state} if known.get("jobs") else {}
-    return RunObservation(now=NOW, **{**listed, **known})
+    return RunObservation(run=RunDir(Path("run")), history=History(), now=NOW, **{**listed, **known})
 
 
 @pytest.mark.parametrize(("known", "action", "reason"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])

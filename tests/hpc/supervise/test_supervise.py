@@ -178,17 +178,6 @@ def test_job_that_its_user_cancelled_stays_cancelled(site: Site) -> None:
     assert not live_jobs(run) + live_jobs(silent)
 
 
-def test_on_end_is_called_once(queue: Site) -> None:
-    run = crippled(queue, "run", holds_nodes=False)
-    write_events(run.directory, attempt_ended(None, "bad_input", step=0))
-    tell = write_programs(
-        queue.path / "tell", tell=f'echo "$1 $TORCHRELAY_STATE: $TORCHRELAY_REASON" >> {queue.path}/notified'
-    )
-    for _ in range(2):
-        assert actions(queue, "--on-end=tell Ada", PATH=tell) == {"run": "keep"}
-    assert (queue.path / "notified").read_text() == "Ada failed: given up: bad_input\n"
-
-
 def test_job_that_slurm_could_not_start_is_released(site: Site, ordinary_user: Site) -> None:
     write_programs(site.path, prolog="exit 1")
     configuration = Path(site.slurm_conf)

@@ -15,13 +15,14 @@ from support.events import (
     resubmitted,
     resumed,
     staged,
+    submitted,
     train_started,
     train_stopped,
     write_events,
 )
 
 from hpc.base.files import append_json_line
-from hpc.run.events.downtime import PARTS, Interruption, goodput, interruptions_of
+from hpc.run.events.downtime import PARTS, Interruption, goodput, interruptions_of, productive_seconds, waits_of
 from hpc.run.events.history import History
 from hpc.run.events.kinds import Event
 from hpc.run.rundir import RunDir
@@ -188,3 +189,20 @@ def test_summary_has_the_interruptions(tmp_path: Path) -> None:
     assert (summary["state"], summary["steps_lost"], summary["goodput"]) == ("completed", 2, 0.75)
     assert [interruption["cause"] for interruption in summary["interruptions"]] == ["crashed"]
     assert (summary["attempts"][0]["nodes"], summary["attempts"][0]["members"]) == (["a", "b"], ["b"])
+
+
+def test_waits_are_for_an_attempt_that_somebody_wants() -> None:
+    events = [submitted(0.0), began(4.0), attempt_ended(20.0, "preempted"), began(30.0, 2)]
+    assert waits_of(History([]), 9.0) == [(9.0, 9.0)]
+    assert waits_of(History(events[:1]), 9.0) == [(0.0, 9.0)]
+    assert waits_of(History(events), 50.0) == [(0.0, 4.0), (20.0, 30.0), (50.0, 50.0)]
+    events += [attempt_ended(60.0, "cancelled", attempt=2), resumed(90.0, attempt=2)]
+    assert waits_of(History(events), 95.0)[2:] == [(90.0, 95.0)], "the user did not want it for half a minute"
+
+
+def test_steps_count_for_the_gpus_of_their_ranks_and_a_forks_only_for_its_own() -> None:
+    starts = [
+        train_started(at, world_size=size, train_seconds=done) for at, size, done in ((1, 2, 900.0), (9, 1, 950.0))
+    ]
+    assert productive_seconds(History(starts), 1000.0) == 2 * 50 + 50
+    assert productive_seconds(History(starts), None) is None
