@@ -58,6 +58,8 @@ class RunDir:
     """One JSON line per logged step."""
     counted_steps = SubPath("metrics/counted.json")
     """How many optimizer steps a script that reports none has done since its ranks last started."""
+    newest_snapshot = SubPath("metrics/snapshot.json")
+    """Step, time and memory of the newest snapshot, as rank 0 records it every few seconds."""
     eval_metrics = SubPath("metrics/eval.jsonl")
     """One JSON line per evaluation."""
     tensorboard = SubPath("tensorboard")

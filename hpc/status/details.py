@@ -53,6 +53,10 @@ def _facts(row: Summary) -> dict[str, str]:
         if row.last_output
         else training_progress(row),
         "last output": _last_output(row),
+        "snapshot": _joined(
+            _named("", row.snapshot_seconds, "{:.0f} s ago"),
+            _named("", row.snapshot_bytes and row.snapshot_bytes / 1e6, "{:,.1f} MB of each node's memory"),
+        ),
         "accuracy": _joined(
             _named("", row.val_accuracy, "{:.2%} val"),
             _named("", row.test_accuracy, "{:.2%} test"),

@@ -91,6 +91,7 @@ def summarize(
             train=_numbers(last_json_line(run.train_metrics)),
             validation=_numbers(last_json_line(run.eval_metrics, lambda line: line.get("split") == "val")),
             counted=_numbers(last_json_line(run.counted_steps)),
+            snapshot=_numbers(last_json_line(run.newest_snapshot)),
             result=_final_result(run, damaged),
             spec=_spec(run, damaged),
         )
@@ -117,6 +118,8 @@ class _Records:
     """Numbers of the last validation."""
     counted: Mapping[str, Any] = field(default_factory=dict)
     """Numbers of the steps that the ranks of a script have counted."""
+    snapshot: Mapping[str, Any] = field(default_factory=dict)
+    """Numbers of the newest snapshot."""
     result: Mapping[str, Any] | None = None
     """The final result; empty if its file is damaged, None if the run has none yet."""
     spec: RunSpec | None = None
@@ -153,6 +156,7 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
         epoch=train.get("epoch"),
         step=train.get("step"),
         **_counted(records, attempts, is_over=state in TERMINAL),
+        **_snapshot(records, attempts, is_over=state in TERMINAL),
         total_steps=started.total_steps if started else None,
         world_size=ranks.world_size if ranks else train.get("world_size"),
         device=checked.device if checked else None,
@@ -252,6 +256,14 @@ def _counted(records: _Records, attempts: Sequence[Attempt], *, is_over: bool) -
     is_now = counted.get("attempt") == last.attempt and not is_over
     pace = counted.get("step_seconds") if is_now else None
     return {"counted_steps": counted.get("steps") if is_now else None, "steps_per_second": 1 / pace if pace else None}
+
+
+def _snapshot(records: _Records, attempts: Sequence[Attempt], *, is_over: bool) -> dict[str, Any]:
+    """Return the fields of a Summary about the newest snapshot; they are None if the attempt has ended."""
+    newest = records.snapshot
+    if is_over or not attempts or attempts[-1].cause is not None or newest.get("time", 0.0) < attempts[-1].started:
+        return {"snapshot_seconds": None, "snapshot_bytes": None}
+    return {"snapshot_seconds": max(0.0, time.time() - newest["time"]), "snapshot_bytes": newest.get("node_bytes")}
 
 
 def _why_new_job(resubmitted: Resubmitted) -> str | None:

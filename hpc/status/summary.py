@@ -104,6 +104,10 @@ class Summary(Struct, frozen=True, kw_only=True):
     """The steps that a script which reports none has done since its ranks last started."""
     steps_per_second: float | None
     """The pace of the counted steps, while the run trains."""
+    snapshot_seconds: float | None
+    """Seconds since the newest snapshot, while the run trains. Rank 0 records it every 5 s at most."""
+    snapshot_bytes: int | None
+    """Memory of a node that snapshots take."""
     total_steps: int | None
     world_size: int | None
     device: str | None

@@ -17,6 +17,8 @@ from .this_rank import THIS_RANK, check_no_later_attempt, check_version, warn
 
 # A heartbeat is padded with spaces to this size, so that a reader always finds one whole record.
 _HEARTBEAT_BYTES = 512
+# Each record of a snapshot is a file on shared storage.
+_SNAPSHOT_SECONDS = 5.0
 
 Phase = Literal["start", "load", "step", "evaluate", "save", "end", "script"]
 
@@ -65,6 +67,7 @@ class ProgressFiles:
         # None after the first step.
         self._restored_step: int | None = -1
         self._failed = False
+        self._snapshot_at = -math.inf
         self._warned = set[str]()
         """The names of the values about which the rank has printed a warning."""
 
@@ -87,6 +90,18 @@ class ProgressFiles:
             self._heartbeat.step_seconds = seconds if mean is None else 0.9 * mean + 0.1 * seconds
         self._beaten_at = now
         self._heartbeat.beat("script", step)
+
+    def snapshot(self, step: int, node_bytes: int) -> None:
+        """Record the newest snapshot for `hpc status`, but not more often than every few seconds."""
+        if THIS_RANK.run_dir is None or time.monotonic() - self._snapshot_at < _SNAPSHOT_SECONDS:
+            return
+        self._snapshot_at = time.monotonic()
+        path = THIS_RANK.run_dir / "metrics" / "snapshot.json"
+        with suppress(OSError):  # the training continues without it
+            path.parent.mkdir(exist_ok=True)
+            temporary = path.with_suffix(".tmp")
+            temporary.write_text(json.dumps({"step": step, "node_bytes": node_bytes, "time": time.time()}))
+            temporary.replace(path)
 
     def report(self, step: Any, values: Mapping[str, Any]) -> None:
         """Beat and, on rank 0, append a line to the run's metrics.

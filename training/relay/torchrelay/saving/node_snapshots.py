@@ -115,7 +115,7 @@ class NodeSnapshots:
         if not problem:
             self.remove_others()
             if self._image and self._peers.is_rank_zero:
-                self._owner.snapshot_saved(self._node_bytes)
+                self._owner.snapshot_saved(step, self._node_bytes)
 
     def _exchange(self, step: int, others: Mapping[str, bytes]) -> str:
         """Send this rank's snapshot and receive others, or only wait until all ranks have theirs.

@@ -32,8 +32,9 @@ class Owner:
     def publishing(self, step: int) -> None:
         """Called before a checkpoint, whose files are written, is published."""
 
-    def snapshot_saved(self, node_bytes: int) -> None:
+    def snapshot_saved(self, step: int, node_bytes: int) -> None:
         """Called on rank 0 when its node has a snapshot. All snapshots take `node_bytes` of its node's memory."""
+        progress_files.snapshot(step, node_bytes)
         if not self._has_said_size:
             self._has_said_size = True
             say(f"snapshots take {node_bytes / 1e6:,.1f} MB of each node's memory, and at most 1 % of the time")
