@@ -29,9 +29,8 @@ from hpc.run.spec import RunSpec
 from jobs import claim
 from jobs.control.addresses import first_node_hosts, own_addresses
 from jobs.control.channel import ControlChannel, ControlClient, ControlServer
-from jobs.control.coordinator import Coordinator
+from jobs.control.coordinator import Coordinator, RunDirGoneError
 from jobs.control.messages import OVER, Directive, NodeStatus, Phase
-from jobs.control.run_dir_watch import RunDirGoneError, RunDirWatch
 from jobs.ending import (
     await_loss_of_first_node,
     conclude,
@@ -54,7 +53,7 @@ from jobs.ranks.health_check import check_health
 from jobs.ranks.monitor import NodeMonitor
 from jobs.ranks.round import RankSetup, prepare_round, run_round
 from jobs.ranks.torchrun import Standby
-from jobs.senders import commenting, sending
+from jobs.senders import sending
 from jobs.staging.copy_progress import StagingStopped
 from jobs.staging.node_staging import NodeStaging
 from jobs.staging.unpack_environment import stage_environment
@@ -160,7 +159,7 @@ def _take_part(node: NodeAttempt, channel: ControlChannel, stop: StopRequest) ->
 
 def _is_defect(error: Exception) -> bool:
     """Return whether an error is a defect of torchrelay: it would also occur on other nodes."""
-    return not isinstance(error, TorchrelayError | OSError)
+    return not isinstance(error, TorchrelayError | OSError | RunDirGoneError)
 
 
 def _cause_of(error: TorchrelayError | OSError) -> Cause:
@@ -180,30 +179,21 @@ def _describe(error: Exception) -> str:
 
 def _fail(node: NodeAttempt, channel: ControlChannel, stop: StopRequest, error: Exception) -> int:
     """End this node's part in the attempt after an error; on the first node, end the attempt. Returns the exit code."""
-    if isinstance(error, RunDirGoneError):
-        return _leave_without_run(node, channel, error)
     phase, cause = (Phase.FAILED, Cause.CRASHED) if _is_defect(error) else (Phase.BAD_NODE, Cause.BAD_NODE)
     detail = _describe(error)
     log(detail)
     channel.report(phase=phase, detail=detail)
+    if isinstance(channel, ControlServer) and isinstance(error, RunDirGoneError):
+        channel.directive = replace(channel.directive, over=True, saver=0)  # no other node must save its snapshot
+        if node.on_slurm:
+            end_job(node)
+        return 1
     node.record(NodeFailed(node=node.host, cause=cause, detail=detail))
     if isinstance(channel, ControlServer):
         channel.directive = replace(channel.directive, over=True)
         return conclude_failed_agent(node, cause, detail, stop.name)
     channel.close()
     return 0
-
-
-def _leave_without_run(node: NodeAttempt, channel: ControlChannel, error: RunDirGoneError) -> int:
-    """End this node's part in the attempt, and on the first node the job, without a run directory. Returns 1."""
-    channel.report(phase=Phase.FAILED, detail=str(error))
-    if isinstance(channel, ControlServer):
-        log(str(error))
-        channel.directive = replace(channel.directive, over=True)
-        if node.on_slurm:
-            end_job(node)
-    channel.close()
-    return 1
 
 
 class _Agent:
@@ -214,7 +204,7 @@ class _Agent:
     ) -> None:
         self._node, self._channel, self._stop = node, channel, stop
         self._monitor = NodeMonitor(node, held, channel, stop)
-        self._monitor.callbacks += [channel.check, RunDirWatch(node.run, node.attempt).check]
+        self._monitor.callbacks.append(channel.check)
         self._staging = NodeStaging(node, channel, self._monitor, resources)
         self._standby = resources.enter_context(closing(Standby()))
 
@@ -223,7 +213,7 @@ class _Agent:
         if not isinstance(self._channel, ControlServer):
             self._train()
             return self._leave(self._channel)
-        with sending(self._node), commenting(self._node):
+        with sending(self._node):
             coordinator = Coordinator(self._node, self._channel, self._stop)
             self._monitor.callbacks.append(coordinator.poll)
             self._train()

@@ -52,6 +52,8 @@ from jobs.stop_request import StopRequest
 _FRESH_SECONDS = 0.9
 # Agents that have lost contact with this one may have ended the attempt. Not every poll asks the storage for that.
 _END_CHECK_SECONDS = 5.0
+# Servers that fail over may answer wrongly for seconds.
+_GONE_CHECKS = 4
 # Agents report the failures of their ranks within this time after the end of a torchrun.
 _ROOT_SECONDS = 10.0
 # Only rounds in which torchrun fails sooner than this count as failed rounds.
@@ -70,6 +72,10 @@ class _Unjudged:
     history: Future[History | None]
     """The history; None if other agents have ended the attempt."""
     asked_at: float
+
+
+class RunDirGoneError(Exception):
+    """The run directory was deleted, moved or replaced. The attempt ends, and writes nothing more."""
 
 
 class Coordinator:
@@ -94,7 +100,9 @@ class Coordinator:
         # What was read from the storage, and what is being read.
         self._history = node.history()
         self._unjudged = list[_Unjudged]()
-        self._end_check: Future[tuple[bool, bool]] | None = None
+        self._device = node.run.path.stat().st_dev
+        self._gone_checks = 0
+        self._end_check: Future[tuple[bool, bool, bool]] | None = None
         self._end_checked_at = time.monotonic()
         # What happened before.
         self._interruptions = list[PastInterruption]()
@@ -181,22 +189,35 @@ class Coordinator:
     def _has_ended(self) -> bool:
         return handover.has_ended(self._node.run, self._node.attempt.attempt)
 
+    def _ask_storage(self) -> tuple[bool, bool, bool]:
+        """Return whether the run is cancelled, other agents have ended the attempt, and the run directory is gone."""
+        if self._node.lacks_run(self._device):
+            return False, False, True
+        return is_cancelled_now(self._node.run), self._has_ended(), False
+
     def _check_end(self) -> None:
-        """Every 5 s, find out whether other agents have ended the attempt, or the user has cancelled the run."""
+        """Every 5 s, find out whether other agents have ended the attempt, or the user has cancelled the run.
+
+        Raises:
+            RunDirGoneError: the run directory was not there in several checks.
+        """
         if self._server.directive.over:
             return
         if self._end_check is None:
             if time.monotonic() - self._end_checked_at >= _END_CHECK_SECONDS:
                 self._end_checked_at = time.monotonic()
-                self._end_check = self._node.storage.request(
-                    lambda: (is_cancelled_now(self._node.run), self._has_ended())
-                )
+                self._end_check = self._node.storage.request(self._ask_storage)
             return
         if not self._end_check.done():
             return
         answer = self._end_check
         self._end_check = None
-        cancelled, ended = (False, False) if answer.exception() else answer.result()
+        cancelled, ended, gone = (False, False, False) if answer.exception() else answer.result()
+        self._gone_checks = self._gone_checks + 1 if gone else 0
+        if self._gone_checks == _GONE_CHECKS:
+            raise RunDirGoneError(
+                f"{self._node.run.path} was deleted, moved or replaced while the run used it: this job ends"
+            )
         if cancelled:
             # Make the agents stop as if the SIGTERM of scancel had reached them already. Ending the attempt here would
             # kill ranks that save.

@@ -179,7 +179,8 @@ def run_round(
                     torchrun.kill(_LEAVE_SECONDS)
                     return 1
             time.sleep(_POLL_SECONDS)
-        monitor.finish_round()
+        # The coordinator must know how the ranks ended before it learns that torchrun has ended.
+        monitor.poll(now=True)
         return torchrun.exit_code
 
 
