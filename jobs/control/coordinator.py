@@ -96,7 +96,7 @@ class Coordinator:
         self.last_step = 0
         """The last step that any rank has done since the last interruption."""
         self.counted = CountedSteps()
-        """The steps that the ranks of a script have counted since the last interruption."""
+        """The steps that the ranks of a script have counted since their last start."""
         # What was read from the storage, and what is being read.
         self._history = node.history()
         self._unjudged = list[_Unjudged]()
@@ -225,13 +225,9 @@ class Coordinator:
         if ended:
             self._end()
 
-    def _notice(self, failure: Interrupted, restarts: int | None = None) -> None:
-        """Have the history read that decides about a failure, whose ranks are being replaced from now on.
-
-        If torchrun restarts the ranks, `restarts` says after how many restarts the failed ones had started.
-        """
+    def _notice(self, failure: Interrupted) -> None:
+        """Have the history read that decides about a failure, whose ranks are being replaced from now on."""
         self.last_step = 0
-        self.counted.restart(restarts)
         self._root_failure.explained_until = max(self._root_failure.explained_until, failure.failed_at or 0.0)
         read = self._node.storage.request(lambda: None if self._has_ended() else self._node.history())
         self._unjudged.append(_Unjudged(failure=failure, history=read, asked_at=time.monotonic()))
@@ -334,8 +330,8 @@ class Coordinator:
         # Use the failed rank's own step, not the last step of all ranks: the same failure happens at the same step,
         # whether the other ranks finish that step or not.
         step = failure.step if root.step is None else root.step
-        counted = failure.counted_steps and max(failure.counted_steps, root.counted_steps or 0)
-        self._notice(structs.replace(failure, step=step, counted_steps=counted), restarts=root.restarts)
+        counted = None if self.counted.is_reported else max(self.counted.done or 0, root.counted_steps or 0) or None
+        self._notice(structs.replace(failure, step=step, counted_steps=counted))
 
     def _all_heard(self) -> bool:
         """Return whether every other member that takes part and is not lost has just reported."""
@@ -381,7 +377,8 @@ class Coordinator:
 
     def _count_steps(self, view: AttemptView) -> None:
         """Note how many steps the ranks of a script have done, and record it for `hpc status`."""
-        if first_step := self.counted.update(view.heartbeats.values(), view.starts, view.world_size):
+        number, beats = view.directive.round, view.heartbeats.values()
+        if first_step := self.counted.update(number, beats, view.starts, view.world_size):
             self._record(first_step)
         if record := self.counted.to_record():
             self._node.storage.request(partial(self._node.show_steps, record))
@@ -494,7 +491,6 @@ class Coordinator:
             members = (*members, *(rank for rank in view.able if rank not in members))
         # The agents have killed the ranks of the last round, or kill them now, so their ends are not failures.
         self._root_failure.explained_until = steady_time()
-        self.counted.restart()
         host = self._server.address(members[0])
         self._direct(
             round=number, members=members, saver=members[0], host=host, port=port, preflight=preflight, paused=False
