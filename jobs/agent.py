@@ -27,8 +27,7 @@ from hpc.run.nodedir import HeldNodeDir
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from jobs import claim
-from jobs.control.addresses import first_node_hosts, own_addresses
-from jobs.control.channel import ControlChannel, ControlClient, ControlServer
+from jobs.control.channel import ControlChannel, ControlClient, ControlServer, first_node_hosts, own_addresses
 from jobs.control.coordinator import Coordinator, RunDirGoneError
 from jobs.control.messages import OVER, Directive, NodeStatus, Phase
 from jobs.ending import (

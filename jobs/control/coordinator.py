@@ -10,7 +10,7 @@ cause in `attempt_ended` if not.
 
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -64,16 +64,6 @@ _SPARES_SECONDS = 2.0
 _SPARES_CHECK_SECONDS = 180.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Unjudged:
-    """A failure about which the history of the run decides, which a thread reads."""
-
-    failure: Interrupted
-    history: Future[History | None]
-    """The history; None if other agents have ended the attempt."""
-    asked_at: float
-
-
 class RunDirGoneError(Exception):
     """The run directory was deleted, moved or replaced. The attempt ends, and writes nothing more."""
 
@@ -99,7 +89,9 @@ class Coordinator:
         """The steps that the ranks of a script have counted since their last start."""
         # What was read from the storage, and what is being read.
         self._history = node.history()
-        self._unjudged = list[_Unjudged]()
+        self._unjudged = list[tuple[Interrupted, Future[History | None], float]]()
+        """Failures, the histories that decide about them (None if other agents have ended the attempt), and when these
+        were requested."""
         self._device = node.run.path.stat().st_dev
         self._gone_checks = 0
         self._end_check: Future[tuple[bool, bool, bool]] | None = None
@@ -203,14 +195,14 @@ class Coordinator:
         """
         if self._server.directive.over:
             return
-        if self._end_check is None:
+        answer = self._end_check
+        if answer is None:
             if time.monotonic() - self._end_checked_at >= _END_CHECK_SECONDS:
                 self._end_checked_at = time.monotonic()
                 self._end_check = self._node.storage.request(self._ask_storage)
             return
-        if not self._end_check.done():
+        if not answer.done():
             return
-        answer = self._end_check
         self._end_check = None
         cancelled, ended, gone = (False, False, False) if answer.exception() else answer.result()
         self._gone_checks = self._gone_checks + 1 if gone else 0
@@ -230,23 +222,22 @@ class Coordinator:
         self.last_step = 0
         self._root_failure.explained_until = max(self._root_failure.explained_until, failure.failed_at or 0.0)
         read = self._node.storage.request(lambda: None if self._has_ended() else self._node.history())
-        self._unjudged.append(_Unjudged(failure=failure, history=read, asked_at=time.monotonic()))
+        self._unjudged.append((failure, read, time.monotonic()))
 
     def _judge_failures(self) -> None:
         """Record noticed failures as interruptions; end the attempt if the run may not restart, or others ended it."""
         while self._unjudged and not self._server.directive.over:
-            [first, *others] = self._unjudged
-            is_read = first.history.done()
-            if not is_read and time.monotonic() - first.asked_at < HANGS_SECONDS:
+            failure, read, requested_at = self._unjudged[0]
+            if not read.done() and time.monotonic() - requested_at < HANGS_SECONDS:
                 return
-            self._unjudged = others
-            if is_read and first.history.exception() is None:
-                history = first.history.result()
+            del self._unjudged[0]
+            if read.done() and read.exception() is None:
+                history = read.result()
                 if history is None:
                     self._end()
                     return
                 self._history = history
-            self._judge(first.failure)
+            self._judge(failure)
 
     @property
     def _knows_steps(self) -> bool:

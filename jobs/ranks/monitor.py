@@ -14,8 +14,7 @@ from hpc.base.kernel import activity, children, process_state, steady_time
 from hpc.run.causes import Cause, cause_of_exit
 from hpc.run.events.kinds import RankFailed
 from hpc.run.nodedir import HeldNodeDir, NodeDir
-from jobs.control.agent_clock import AgentClock
-from jobs.control.channel import ControlChannel, ControlClient
+from jobs.control.channel import AgentClock, ControlChannel, ControlClient
 from jobs.control.messages import RankHeartbeat, RankStart
 from jobs.control.rank_health import COUNTED, UNWATCHED
 from jobs.control.silent_nodes import Patience

@@ -42,8 +42,7 @@ from hpc.run.spec import RunSpec
 from hpc.run.spec_file import Program
 from hpc.services.tracking.tracker import rank_variables
 from hpc.slurm.srun import users_pythonpath
-from jobs.control.addresses import interface_of
-from jobs.control.channel import ALONE, ControlChannel
+from jobs.control.channel import ALONE, ControlChannel, interface_of
 from jobs.control.messages import Directive
 from jobs.node_attempt import NodeAllocation, NodeAttempt, log
 from jobs.ranks.monitor import NodeMonitor

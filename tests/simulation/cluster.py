@@ -536,7 +536,7 @@ _REPLACED: dict[str, Any] = {
     "jobs.control.channel.log": _log,
     "jobs.control.coordinator.log": _log,
     "jobs.control.silent_nodes.log": _log,
-    "jobs.control.agent_clock._TICK_SECONDS": 1.0,
+    "jobs.control.channel._TICK_SECONDS": 1.0,
     "jobs.agent.HeldNodeDir": _HeldNodeDir,
     "jobs.agent.NodeStaging": _NodeStaging,
     "jobs.agent.sending": lambda _node: _Nothing(),

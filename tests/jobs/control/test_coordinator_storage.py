@@ -1,5 +1,4 @@
-"""A coordinator whose run directory is on storage that answers nothing, where a reader waits in the kernel, or is gone.
-"""
+"""A coordinator whose run directory is on storage that answers nothing, where a reader waits in the kernel, or is gone."""
 
 import shutil
 from collections.abc import Callable

@@ -12,7 +12,7 @@ from hpc.base.transport import pick_port
 from hpc.run.budget import rank_signature
 from hpc.run.events.kinds import RankFailed
 from hpc.run.nodedir import NodeDir
-from jobs.control.agent_clock import AgentClock
+from jobs.control.channel import AgentClock
 from jobs.control.root_failure import RootFailure
 from jobs.ranks.monitor import LocalRanks
 from jobs.ranks.torchrun import Torchrun

@@ -17,7 +17,7 @@ from support.waiting import wait_for
 from hpc.base.environment import PARENT
 from hpc.base.kernel import children, process_state, steady_time
 from hpc.run.nodedir import NodeDir
-from jobs.control.agent_clock import AgentClock
+from jobs.control.channel import AgentClock
 from jobs.control.messages import RankStart
 from jobs.ranks.monitor import LocalRanks
 from jobs.ranks.torchrun import Torchrun, handles
