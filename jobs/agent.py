@@ -50,7 +50,8 @@ from jobs.node_attempt import (
 )
 from jobs.ranks.health_check import check_health
 from jobs.ranks.monitor import NodeMonitor
-from jobs.ranks.round import RankSetup, prepare_round, run_round
+from jobs.ranks.rank_environment import RankSetup
+from jobs.ranks.round import prepare_round, run_round
 from jobs.ranks.torchrun import Standby
 from jobs.senders import sending
 from jobs.staging.copy_progress import StagingStopped

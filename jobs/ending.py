@@ -81,7 +81,7 @@ def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coo
         last_step = max(failed_step or 0, coordinator.last_step, handover.last_step(node.run) or 0)
     if failure and cause is failure.cause:
         fields = {key: getattr(failure, key) for key in ("failed_at", "node", "rank", "signature")}
-        advice = find_left_out(node.run, node.spec, failure.detail)
+        advice = find_left_out(node.run, node.spec, failure.detail or "")
         fields["detail"] = f"{failure.detail}: {advice}" if advice else failure.detail
         # Record the failure's own step, because it has decided whether the run may restart.
         last_step = last_step if failure.step is None else failure.step

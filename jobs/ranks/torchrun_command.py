@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc.base.environment import SECRET
-
 # The coordinator, which knows all ranks and steps, decides how often ranks restart (jobs.control.root_failure).
 MAX_RESTARTS = 1_000_000
 _ROOT = Path(__file__).parents[2]
@@ -67,14 +65,3 @@ def torchrun_argv(
         # For torchrun, `$$` stands for `$`.
         program[0], *(argument.replace("$", "$$") for argument in program[1:]),
     ]  # fmt: skip
-
-
-def torchrun_environment(rendezvous: Rendezvous, ranks: dict[str, str]) -> dict[str, str]:
-    """Return the environment of this node's torchrun. Its ranks get all of it except the secret. Pure."""
-    return {
-        **ranks,
-        # Only this user may read the environment of a process, unlike its arguments.
-        SECRET: rendezvous.secret,
-        # All nodes have the same number of ranks: torchrun need not ask the others for theirs.
-        "TORCH_ELASTIC_WORKER_IDENTICAL": "1",
-    }

@@ -1,4 +1,4 @@
-"""A coordinator whose run directory is on storage that answers nothing, where a reader waits in the kernel, or is gone."""
+"""A coordinator whose run directory is gone, or on storage that answers nothing: a reader waits in the kernel."""
 
 import shutil
 from collections.abc import Callable

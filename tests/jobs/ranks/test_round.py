@@ -22,7 +22,8 @@ from jobs.node_attempt import NodeAllocation, NodeAttempt
 from jobs.ranks import health_check
 from jobs.ranks.health_check import check_health
 from jobs.ranks.monitor import NodeMonitor
-from jobs.ranks.round import RankSetup, rank_environment, run_round, threads_per_rank
+from jobs.ranks.rank_environment import RankSetup, rank_environment, threads_per_rank
+from jobs.ranks.round import run_round
 from jobs.ranks.torchrun import Standby
 from jobs.stop_request import StopRequest
 

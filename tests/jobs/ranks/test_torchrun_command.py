@@ -1,7 +1,8 @@
 from dataclasses import replace
 
 from hpc.base.transport import pick_port
-from jobs.ranks.torchrun_command import Rendezvous, torchrun_argv, torchrun_environment
+from jobs.ranks.rank_environment import torchrun_environment
+from jobs.ranks.torchrun_command import Rendezvous, torchrun_argv
 
 MEETING = Rendezvous(run="r", attempt=1, secret="n", round=1, num_nodes=2, host="10.0.0.2", port=12345, node=0)
 
