@@ -41,7 +41,7 @@ from jobs.control.channel import (
 from jobs.control.messages import Directive, NodeStatus
 from jobs.node_attempt import NodeAllocation, find_allocation
 from jobs.ranks.rank_environment import environment_of, rank_environment, torchrun_environment
-from jobs.ranks.torchrun_command import Rendezvous, torchrun_argv
+from jobs.ranks.torchrun import Rendezvous, torchrun_argv
 
 _CLIENTS = ("squeue", "sinfo", "scontrol", "scancel", "sbatch")
 _RESULT = "benchmark: "

@@ -51,7 +51,7 @@ from hpc.base.environment import PRELOAD
 from hpc.base.transport import pick_port
 from hpc.run.nodedir import NodeDir
 from jobs.ranks.rank_environment import torchrun_environment
-from jobs.ranks.torchrun_command import PROCESS_WRAPPER, Rendezvous, torchrun_argv
+from jobs.ranks.torchrun import PROCESS_WRAPPER, Rendezvous, torchrun_argv
 from training.config.classifier_flags import ClassifierFlags
 from training.config.command_line import train_words
 from training.config.dataset_layout import FASHION_MNIST_DIRECTORY

@@ -65,25 +65,6 @@ class _Activity:
             self.seconds, self.volume, self.active_at = seconds, volume, now
 
 
-@dataclass(kw_only=True)
-class _Pace:
-    """How fast a rank whose steps are counted does them."""
-
-    pid: int
-    steps: int
-    changed_at: float
-    step_seconds: float | None = None
-    """Mean seconds per recent step; None if unknown."""
-
-    def measure(self, steps: int) -> None:
-        """Note the steps that the rank has done until now."""
-        if steps > self.steps:
-            now = time.monotonic()
-            seconds = (now - self.changed_at) / (steps - self.steps)
-            self.step_seconds = seconds if self.step_seconds is None else 0.9 * self.step_seconds + 0.1 * seconds
-            self.steps, self.changed_at = steps, now
-
-
 class LocalRanks:
     """Reads the heartbeats and failures that the ranks of one node write, round after round."""
 
@@ -94,7 +75,6 @@ class LocalRanks:
         self._looked_at = 0.0
         self._mentioned = set[tuple[int, str]]()
         self._activity = dict[int, _Activity]()
-        self._paces = dict[int, _Pace]()
         # Files may be left from the ranks of an earlier attempt whose agent was killed.
         self._remove_files()
 
@@ -180,12 +160,8 @@ class LocalRanks:
         count = read_count(str(self._node_dir.heartbeat(local_rank)))
         if count is None:
             return None
-        pace = self._paces.get(local_rank)
-        if pace is None or pace.pid != count.pid:
-            pace = self._paces[local_rank] = _Pace(pid=count.pid, steps=count.steps, changed_at=time.monotonic())
-        pace.measure(count.steps)
         return _Heartbeat(
-            pid=count.pid, rank=count.rank, step=count.steps, phase=COUNTED, step_seconds=pace.step_seconds
+            pid=count.pid, rank=count.rank, step=count.steps, phase=COUNTED, step_seconds=count.step_seconds
         )
 
     def _written(self, local_rank: int) -> _Heartbeat | None:

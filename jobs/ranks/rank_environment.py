@@ -33,8 +33,7 @@ from jobs.control.channel import interface_of
 from jobs.control.messages import Directive
 from jobs.node_attempt import NodeAllocation, NodeAttempt
 from jobs.ranks.slurm_variables import node_lists
-from jobs.ranks.torchrun import Standby
-from jobs.ranks.torchrun_command import Rendezvous
+from jobs.ranks.torchrun import Rendezvous, Standby
 
 # Variables that name directories of the host, which a container does not have.
 _OF_AN_ENVIRONMENT = frozenset({"VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME"})

@@ -30,8 +30,7 @@ from jobs.node_attempt import NodeAttempt, log
 from jobs.ranks.monitor import NodeMonitor
 from jobs.ranks.rank_environment import RankSetup, round_environment, torchrun_environment
 from jobs.ranks.rank_program import TopLevel, program_argv
-from jobs.ranks.torchrun import Torchrun
-from jobs.ranks.torchrun_command import MAX_RESTARTS, PROCESS_WRAPPER, Rendezvous, torchrun_argv
+from jobs.ranks.torchrun import MAX_RESTARTS, PROCESS_WRAPPER, Rendezvous, Torchrun, torchrun_argv
 from jobs.stop_request import StopRequest
 
 _POLL_SECONDS = 0.1
@@ -75,7 +74,7 @@ class _NextTorchrun:
     """Starts the torchrun of the next round during a round, so that the next round does not wait for its imports.
 
     After a preflight, the next round is certain. Otherwise, it is possible if the job can go on without a node: that
-    torchrun waits as long as this round lasts, unless memory becomes short.
+    torchrun waits as long as this round lasts.
     """
 
     def __init__(
@@ -84,23 +83,18 @@ class _NextTorchrun:
         self._node, self._monitor, self._stop, self._setup = node, monitor, stop, setup
         self._is_certain = directive.preflight
         may_lose_nodes = node.allocation.num_nodes > node.spec.fewest_to_continue and not node.attempt.start_once
-        self._is_due, self._waits = self._is_certain or may_lose_nodes, False
+        self._is_due = self._is_certain or may_lose_nodes
         self._next = time.monotonic() + (0.0 if self._is_certain else _SETTLED_SECONDS)
 
     def poll(self) -> None:
-        """Start the torchrun when it is due and the node has the memory. End it for good if memory becomes short."""
-        if self._stop or time.monotonic() < self._next or not (self._is_due or self._waits):
+        """Start the torchrun when it is due and the node has the memory."""
+        if self._stop or time.monotonic() < self._next or not self._is_due:
             return
         self._next = time.monotonic() + _MEMORY_SECONDS
         with contextlib.suppress(OSError):
-            available = available_memory_bytes()
-            if self._is_due and (self._is_certain or available > _STANDBY_BYTES):
-                self._is_due, self._waits = False, not self._is_certain
+            if self._is_certain or available_memory_bytes() > _STANDBY_BYTES:
+                self._is_due = False
                 prepare_round(self._node, self._monitor, self._setup, is_checked=True)
-            elif self._waits and available < _STANDBY_BYTES // 2:
-                self._waits = False
-                self._setup.standby.close()
-                log(f"memory is short on {self._node.host}: no torchrun waits for the loss of a node")
 
 
 def run_round(

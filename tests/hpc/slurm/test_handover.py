@@ -41,7 +41,7 @@ import sys
 from pathlib import Path
 from hpc.run.events.history import History
 from hpc.run.rundir import RunDir
-from hpc.slurm import bad_nodes, handover
+from hpc.slurm import handover
 run = RunDir(Path(sys.argv[1]))
 assert handover.claim_next_job(run, 1, History.load(run))
 """

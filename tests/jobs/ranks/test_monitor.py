@@ -20,7 +20,7 @@ from jobs.control.channel import ControlServer
 from jobs.node_attempt import NodeAttempt
 from jobs.ranks import monitor
 from jobs.ranks.monitor import NodeMonitor
-from jobs.ranks.torchrun_command import PROCESS_WRAPPER
+from jobs.ranks.torchrun import PROCESS_WRAPPER
 from jobs.stop_request import StopRequest
 
 FAILED = {

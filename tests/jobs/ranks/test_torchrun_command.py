@@ -2,7 +2,7 @@ from dataclasses import replace
 
 from hpc.base.transport import pick_port
 from jobs.ranks.rank_environment import torchrun_environment
-from jobs.ranks.torchrun_command import Rendezvous, torchrun_argv
+from jobs.ranks.torchrun import Rendezvous, torchrun_argv
 
 MEETING = Rendezvous(run="r", attempt=1, secret="n", round=1, num_nodes=2, host="10.0.0.2", port=12345, node=0)
 

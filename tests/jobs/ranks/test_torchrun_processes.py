@@ -20,8 +20,7 @@ from hpc.run.nodedir import NodeDir
 from jobs.control.channel import AgentClock
 from jobs.control.messages import RankStart
 from jobs.ranks.monitor import LocalRanks
-from jobs.ranks.torchrun import Torchrun, handles
-from jobs.ranks.torchrun_command import PROCESS_WRAPPER
+from jobs.ranks.torchrun import PROCESS_WRAPPER, Torchrun, handles
 
 # A pretended torchrun: its child, a wrapper, has a child, the rank.
 NESTED = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', {code!r}], start_new_session={new}))"
