@@ -63,12 +63,7 @@ def sending(node: NodeAttempt) -> Iterator[None]:
         for process in started:
             if process.stdin:
                 process.stdin.close()
-        if started:
-            _wait(started, _LAST_SECONDS if node.history().outcome else 0.0)
-
-
-def _wait(processes: list[subprocess.Popen[bytes]], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    for process in processes:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.0, deadline - time.monotonic()))
+        deadline = time.monotonic() + (_LAST_SECONDS if started and node.history().outcome else 0.0)
+        for process in started:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))

@@ -30,7 +30,6 @@ from hpc.run.events.kinds import (
     RanksEnded,
     RanksSilent,
     RoundStarted,
-    SlowRank,
 )  # fmt: skip
 from hpc.run.events.resumption import is_cancelled_now
 from hpc.slurm import handover
@@ -390,12 +389,10 @@ class Coordinator:
             node_rank = view.node_of(slow.rank)
             node = "its node" if node_rank is None else view.hostnames[node_rank]
             self._record(
-                SlowRank(
-                    rank=slow.rank, node=node, busy_seconds=slow.busy_seconds, median_seconds=slow.usual_seconds
-                ),
+                structs.replace(slow, node=node),
                 f"rank {slow.rank} on {node} slows the others down: it works {slow.busy_seconds:.3f} s per step, "
-                f"the others {slow.usual_seconds:.3f} s",
-            )  # fmt: skip
+                f"the others {slow.median_seconds:.3f} s",
+            )
 
     def _report_silence(self, view: AttemptView) -> None:
         """Report that the ranks of a script without heartbeats do nothing, and that they do something again."""
