@@ -28,7 +28,7 @@ from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from jobs import claim
 from jobs.control.channel import ControlChannel, ControlClient, ControlServer, first_node_hosts, own_addresses
-from jobs.control.coordinator import Coordinator, RunDirGoneError
+from jobs.control.coordinator import Coordinator
 from jobs.control.messages import OVER, Directive, NodeStatus, Phase
 from jobs.ending import (
     await_loss_of_first_node,
@@ -38,7 +38,6 @@ from jobs.ending import (
     save_snapshot,
     take_over,
 )
-from jobs.next_attempt import end_job
 from jobs.node_attempt import (
     NodeAllocation,
     NodeAttempt,
@@ -159,7 +158,7 @@ def _take_part(node: NodeAttempt, channel: ControlChannel, stop: StopRequest) ->
 
 def _is_defect(error: Exception) -> bool:
     """Return whether an error is a defect of torchrelay: it would also occur on other nodes."""
-    return not isinstance(error, TorchrelayError | OSError | RunDirGoneError)
+    return not isinstance(error, TorchrelayError | OSError)
 
 
 def _cause_of(error: TorchrelayError | OSError) -> Cause:
@@ -183,11 +182,6 @@ def _fail(node: NodeAttempt, channel: ControlChannel, stop: StopRequest, error: 
     detail = _describe(error)
     log(detail)
     channel.report(phase=phase, detail=detail)
-    if isinstance(channel, ControlServer) and isinstance(error, RunDirGoneError):
-        channel.directive = replace(channel.directive, over=True, saver=0)  # no other node must save its snapshot
-        if node.on_slurm:
-            end_job(node)
-        return 1
     node.record(NodeFailed(node=node.host, cause=cause, detail=detail))
     if isinstance(channel, ControlServer):
         channel.directive = replace(channel.directive, over=True)

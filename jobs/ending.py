@@ -64,6 +64,11 @@ def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coo
     # A node that has not joined may have died before it could.
     absent = set(range(node.allocation.num_nodes)) - server.statuses().keys() - {node.allocation.node_rank}
     lost = recent | absent | coordinator.stuck | _wait_for_others(node, server, monitor)
+    if coordinator.run_is_gone:
+        log(f"{node.run.path} was deleted, moved or replaced while the run used it: this job ends")
+        if node.on_slurm:
+            end_job(node)
+        return 1
     failure = coordinator.failure
     fields = dict[str, Any]()
     if not _is_finished(node, coordinator.signal, done=coordinator.done):

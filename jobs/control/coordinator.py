@@ -63,10 +63,6 @@ _SPARES_SECONDS = 2.0
 _SPARES_CHECK_SECONDS = 180.0
 
 
-class RunDirGoneError(Exception):
-    """The run directory was deleted, moved or replaced. The attempt ends, and writes nothing more."""
-
-
 class Coordinator:
     """Decides for all agents of an attempt what failed, who trains, and when it is over."""
 
@@ -76,6 +72,8 @@ class Coordinator:
         """Interrupted that ended the attempt; None if the attempt ended well, or was asked to stop."""
         self.done = False
         """Whether every member's torchrun has ended with 0."""
+        self.run_is_gone = False
+        """Whether the run directory was deleted, moved or replaced. The attempt then ends, and writes nothing more."""
         self.lost: dict[int, float] = {}
         """Time at which each silent node was last heard, in seconds since the epoch, by node rank."""
         self.bad_nodes: set[int] = set()
@@ -187,11 +185,7 @@ class Coordinator:
         return is_cancelled_now(self._node.run), self._has_ended(), False
 
     def _check_end(self) -> None:
-        """Every 5 s, find out whether other agents have ended the attempt, or the user has cancelled the run.
-
-        Raises:
-            RunDirGoneError: the run directory was not there in several checks.
-        """
+        """Every 5 s, find out whether others have ended the attempt, cancelled the run, or removed its directory."""
         if self._server.directive.over:
             return
         answer = self._end_check
@@ -206,9 +200,9 @@ class Coordinator:
         cancelled, ended, gone = (False, False, False) if answer.exception() else answer.result()
         self._gone_checks = self._gone_checks + 1 if gone else 0
         if self._gone_checks == _GONE_CHECKS:
-            raise RunDirGoneError(
-                f"{self._node.run.path} was deleted, moved or replaced while the run used it: this job ends"
-            )
+            self.run_is_gone = True
+            self._direct(saver=0)  # no other node must save its snapshot
+            self._end()
         if cancelled:
             # Make the agents stop as if the SIGTERM of scancel had reached them already. Ending the attempt here would
             # kill ranks that save.
