@@ -345,7 +345,7 @@ class Coordinator:
         failure = self._failure(
             Cause.BAD_NODE if stuck else Cause.HANG, steady_time() - hang.seconds,
             hang.detail + describe_ended(self._starts.ended), rank=hang.rank,
-            node=next(iter(view.names(stuck)), None), signature=signature,
+            node=next(iter(self._node.allocation.names(stuck)), None), signature=signature,
         )  # fmt: skip
         self._notice(failure)
         # All ranks started until now are killed, so their failures are explained.
