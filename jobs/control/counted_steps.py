@@ -38,7 +38,7 @@ class CountedSteps:
         self, number: int, heartbeats: Collection[RankHeartbeat], starts: Sequence[RankStart], world_size: int
     ) -> FirstStep | None:
         """Take the counts of the ranks in round `number`. Returns an event after the first step since their start."""
-        newest = max([(number, start.restarts) for start in starts], default=self._start)
+        newest = max([(number, start.restarts) for start in starts], default=max(self._start, (number, 0)))
         if newest != self._start:
             self._start, self._steps, self.is_reported = newest, 0, False
         starts = [start for start in starts if (number, start.restarts) == newest]

@@ -41,8 +41,10 @@ def test_first_step_and_the_last_one_are_noticed() -> None:
 def test_each_start_counts_from_0() -> None:
     counted = CountedSteps()
     counted.update(1, ranks(9, 9), running(), 2)
-    counted.update(2, [], [], 2)
+    counted.update(1, [], [], 2)
     assert counted.done == 9
+    counted.update(2, [], [], 2)
+    assert counted.done is None
     assert counted.update(2, ranks(1, 0), running(), 2) == FirstStep(step=1)
     assert counted.update(2, ranks(1, 5), [*running(1)[:1], *running()[1:]], 2) == FirstStep(step=1)
     assert counted.done == 1, "only rank 0 has been restarted"
