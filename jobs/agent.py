@@ -27,11 +27,9 @@ from hpc.run.nodedir import HeldNodeDir
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from jobs import claim
-from jobs.control.addresses import first_node_hosts, own_addresses
-from jobs.control.channel import ControlChannel, ControlClient, ControlServer
+from jobs.control.channel import ControlChannel, ControlClient, ControlServer, first_node_hosts, own_addresses
 from jobs.control.coordinator import Coordinator
 from jobs.control.messages import OVER, Directive, NodeStatus, Phase
-from jobs.control.run_dir_watch import RunDirGoneError, RunDirWatch
 from jobs.ending import (
     await_loss_of_first_node,
     conclude,
@@ -40,7 +38,6 @@ from jobs.ending import (
     save_snapshot,
     take_over,
 )
-from jobs.next_attempt import end_job
 from jobs.node_attempt import (
     NodeAllocation,
     NodeAttempt,
@@ -52,9 +49,10 @@ from jobs.node_attempt import (
 )
 from jobs.ranks.health_check import check_health
 from jobs.ranks.monitor import NodeMonitor
-from jobs.ranks.round import RankSetup, prepare_round, run_round
+from jobs.ranks.rank_environment import RankSetup
+from jobs.ranks.round import prepare_round, run_round
 from jobs.ranks.torchrun import Standby
-from jobs.senders import commenting, sending
+from jobs.senders import sending
 from jobs.staging.copy_progress import StagingStopped
 from jobs.staging.node_staging import NodeStaging
 from jobs.staging.unpack_environment import stage_environment
@@ -180,8 +178,6 @@ def _describe(error: Exception) -> str:
 
 def _fail(node: NodeAttempt, channel: ControlChannel, stop: StopRequest, error: Exception) -> int:
     """End this node's part in the attempt after an error; on the first node, end the attempt. Returns the exit code."""
-    if isinstance(error, RunDirGoneError):
-        return _leave_without_run(node, channel, error)
     phase, cause = (Phase.FAILED, Cause.CRASHED) if _is_defect(error) else (Phase.BAD_NODE, Cause.BAD_NODE)
     detail = _describe(error)
     log(detail)
@@ -194,18 +190,6 @@ def _fail(node: NodeAttempt, channel: ControlChannel, stop: StopRequest, error: 
     return 0
 
 
-def _leave_without_run(node: NodeAttempt, channel: ControlChannel, error: RunDirGoneError) -> int:
-    """End this node's part in the attempt, and on the first node the job, without a run directory. Returns 1."""
-    channel.report(phase=Phase.FAILED, detail=str(error))
-    if isinstance(channel, ControlServer):
-        log(str(error))
-        channel.directive = replace(channel.directive, over=True)
-        if node.on_slurm:
-            end_job(node)
-    channel.close()
-    return 1
-
-
 class _Agent:
     """One node's part in an attempt, from the staging to the end of the attempt."""
 
@@ -214,7 +198,7 @@ class _Agent:
     ) -> None:
         self._node, self._channel, self._stop = node, channel, stop
         self._monitor = NodeMonitor(node, held, channel, stop)
-        self._monitor.callbacks += [channel.check, RunDirWatch(node.run, node.attempt).check]
+        self._monitor.callbacks.append(channel.check)
         self._staging = NodeStaging(node, channel, self._monitor, resources)
         self._standby = resources.enter_context(closing(Standby()))
 
@@ -223,7 +207,7 @@ class _Agent:
         if not isinstance(self._channel, ControlServer):
             self._train()
             return self._leave(self._channel)
-        with sending(self._node), commenting(self._node):
+        with sending(self._node):
             coordinator = Coordinator(self._node, self._channel, self._stop)
             self._monitor.callbacks.append(coordinator.poll)
             self._train()

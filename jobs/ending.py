@@ -38,6 +38,7 @@ from jobs.control.coordinator import Coordinator
 from jobs.control.messages import OVER, Phase
 from jobs.next_attempt import SLURM_SECONDS, LostNodes, end_job, redirect, replace_requeued_job, start_next_attempt
 from jobs.node_attempt import NodeAllocation, NodeAttempt, await_storage, log, send_heartbeats
+from jobs.ranks.left_out_files import find_left_out
 from jobs.ranks.monitor import NodeMonitor
 from jobs.senders import start_notifying
 from training.checkpoint.snapshot import save_newest_as_checkpoint
@@ -63,6 +64,11 @@ def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coo
     # A node that has not joined may have died before it could.
     absent = set(range(node.allocation.num_nodes)) - server.statuses().keys() - {node.allocation.node_rank}
     lost = recent | absent | coordinator.stuck | _wait_for_others(node, server, monitor)
+    if coordinator.run_is_gone:
+        log(f"{node.run.path} was deleted, moved or replaced while the run used it: this job ends")
+        if node.on_slurm:
+            end_job(node)
+        return 1
     failure = coordinator.failure
     fields = dict[str, Any]()
     if not _is_finished(node, coordinator.signal, done=coordinator.done):
@@ -79,14 +85,16 @@ def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coo
         failed_step = failure.step if failure else 0
         last_step = max(failed_step or 0, coordinator.last_step, handover.last_step(node.run) or 0)
     if failure and cause is failure.cause:
-        fields = {key: getattr(failure, key) for key in ("detail", "failed_at", "node", "rank", "signature")}
+        fields = {key: getattr(failure, key) for key in ("failed_at", "node", "rank", "signature")}
+        advice = find_left_out(node.run, node.spec, failure.detail or "")
+        fields["detail"] = f"{failure.detail}: {advice}" if advice else failure.detail
         # Record the failure's own step, because it has decided whether the run may restart.
         last_step = last_step if failure.step is None else failure.step
         counted = failure.counted_steps or counted
     ended = AttemptEnded(attempt=node.attempt.attempt, cause=cause, step=last_step, counted_steps=counted, **fields)
     if not record_end(node, ended):
         return 1  # other agents, which have lost contact with this one, have ended the attempt
-    log(f"attempt {node.attempt.attempt} ended: {cause}" + (f" ({failure.detail})" if fields and failure else ""))
+    log(f"attempt {node.attempt.attempt} ended: {cause}" + (f" ({fields['detail']})" if fields else ""))
     names, own = node.allocation.names, node.allocation.node_rank
     others = server.statuses().keys() - coordinator.lost.keys() - {own}
 

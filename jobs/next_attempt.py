@@ -133,7 +133,7 @@ def _requeue(node: NodeAttempt, avoid: list[str]) -> None:
     if not avoid:
         return
     try:
-        excluded = handover.nodes_to_exclude(node.run, node.spec, node.history(), avoid)
+        excluded = handover.nodes_to_exclude(node.run, node.spec, avoid)
         # Do this after the requeue, because Slurm changes the excluded nodes only of a pending job.
         ask_slurm(lambda: slurm.update(job_id, ExcNodeList=",".join(excluded)), SLURM_SECONDS)
     except (OSError, TorchrelayError) as error:  # if raised, the caller would requeue again
@@ -145,7 +145,7 @@ def _requeue(node: NodeAttempt, avoid: list[str]) -> None:
 def _resubmit(node: NodeAttempt, avoid: list[str], why: str | None) -> None:
     """Submit a new job that avoids the bad and lost nodes, and end this job."""
     job_id, history, this = node.allocation.job_id, node.history(), node.attempt.attempt
-    excluded = handover.nodes_to_exclude(node.run, node.spec, history, avoid)
+    excluded = handover.nodes_to_exclude(node.run, node.spec, avoid)
     old = {attempt.job_id for attempt in history.attempts if attempt.attempt <= this}
     # An earlier sbatch may have queued a job although its reply was lost; that job may have begun the next attempt.
     begun = (attempt.job_id for attempt in history.attempts if attempt.attempt > this)

@@ -25,7 +25,7 @@ from hpc.base.text import visible
 from hpc.run.events import ledger
 from hpc.run.events.attempts import Attempt
 from hpc.run.events.history import History
-from hpc.run.events.kinds import Event
+from hpc.run.events.kinds import Claimed, Event
 from hpc.run.events.ledger import EventWriter
 from hpc.run.nodedir import stage_dir_on_node
 from hpc.run.ownership import check_is_own
@@ -241,6 +241,20 @@ class NodeAttempt:
     def history(self) -> History:
         """Read the history of the run, with all attempts and nodes."""
         return History.load(self.run)
+
+    def lacks_run(self, device: int) -> bool:
+        """Return whether the storage works, and does not have this attempt's claim in the run directory.
+
+        `device` is the file system of the run. If it is not mounted, its mount point is an empty directory of another
+        one, or missing.
+        """
+        try:
+            with ledger.claim_file(self.run, self.attempt.attempt).open("rb") as file:
+                claim = ledger.decoded(file.readline())
+            return isinstance(claim, Claimed) and claim.secret != self.attempt.secret
+        except (FileNotFoundError, NotADirectoryError):
+            nearest = next(parent for parent in self.run.path.parents if parent.exists())
+            return nearest.stat().st_dev == device
 
     def reported_lost(self) -> list[str]:
         """Return the names of the lost nodes, once for each agent of this attempt that has reported the loss."""

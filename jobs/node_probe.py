@@ -30,12 +30,18 @@ from hpc.run.spec import Network
 from hpc.slurm import squeue
 from hpc.slurm.srun import users_pythonpath
 from jobs import claim
-from jobs.control.addresses import first_node_hosts, interface_of, own_addresses
-from jobs.control.channel import ControlChannel, ControlClient, ControlServer
+from jobs.control.channel import (
+    ControlChannel,
+    ControlClient,
+    ControlServer,
+    first_node_hosts,
+    interface_of,
+    own_addresses,
+)
 from jobs.control.messages import Directive, NodeStatus
 from jobs.node_attempt import NodeAllocation, find_allocation
-from jobs.ranks.round import environment_of, rank_environment
-from jobs.ranks.torchrun_command import Rendezvous, torchrun_argv, torchrun_environment
+from jobs.ranks.rank_environment import environment_of, rank_environment, torchrun_environment
+from jobs.ranks.torchrun import Rendezvous, torchrun_argv
 
 _CLIENTS = ("squeue", "sinfo", "scontrol", "scancel", "sbatch")
 _RESULT = "benchmark: "

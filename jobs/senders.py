@@ -1,4 +1,4 @@
-"""Sends the job's comment, messages to people, and metrics while an attempt lasts. Runs on compute nodes.
+"""Sends messages to people, and metrics, while an attempt lasts. Runs on compute nodes.
 
 No sender can stop or delay the training.
 """
@@ -13,54 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from hpc.base.errors import TorchrelayError
-from hpc.base.files import last_json_line
 from hpc.services.notification.delivery import is_due, run_delivery
 from hpc.services.tracking import sender
-from hpc.slurm import client as slurm
 from jobs.node_attempt import NodeAttempt, log
 from jobs.stop_request import STOP_SIGNALS
 
-# Longer than a short epoch, because every change of the comment is a request to Slurm's controller.
-_COMMENT_SECONDS = 30.0
 # At a run's end, the agent waits at most this long until the last metrics are sent: the job's end kills the senders.
 _LAST_SECONDS = 30.0
-
-# --- the comment of the run's job, which `squeue -o %k` shows: run, attempt, epoch ---
-
-
-@contextmanager
-def commenting(node: NodeAttempt) -> Iterator[None]:
-    """Keep the job's comment up to date while an attempt lasts, unless the user has given one (--sbatch comment=)."""
-    is_given = any(option.partition("=")[0] == "comment" for option in node.spec.resources.sbatch)
-    over = threading.Event()
-    if node.on_slurm and not is_given:
-        threading.Thread(target=_keep_up_to_date, args=(node, over), daemon=True, name="comment").start()
-    try:
-        yield
-    finally:
-        over.set()
-
-
-def _keep_up_to_date(node: NodeAttempt, over: threading.Event) -> None:
-    shown = ""
-    while not over.is_set():
-        text = comment(node)
-        try:
-            if text != shown:
-                slurm.update(node.allocation.job_id, Comment=text)
-                shown = text
-        except TorchrelayError as error:
-            log(f"the comment of this job is not up to date: {error}")
-            return
-        over.wait(_COMMENT_SECONDS)
-
-
-def comment(node: NodeAttempt) -> str:
-    """Return the comment: the run, the attempt, and the epoch of the last logged step if that is known."""
-    epoch = (last_json_line(node.run.train_metrics) or {}).get("epoch")
-    words = [node.run.name, f"attempt {node.attempt.attempt}", *([] if epoch is None else [f"epoch {epoch}"])]
-    return ", ".join(words)
-
 
 # --- messages about the run ---
 
@@ -104,12 +63,7 @@ def sending(node: NodeAttempt) -> Iterator[None]:
         for process in started:
             if process.stdin:
                 process.stdin.close()
-        if started:
-            _wait(started, _LAST_SECONDS if node.history().outcome else 0.0)
-
-
-def _wait(processes: list[subprocess.Popen[bytes]], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    for process in processes:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.0, deadline - time.monotonic()))
+        deadline = time.monotonic() + (_LAST_SECONDS if started and node.history().outcome else 0.0)
+        for process in started:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))

@@ -153,8 +153,6 @@ class NodeDir:
     """Files about the processes of the ranks, such as one for each rank that failed."""
     stopping = SubPath("exits/stopping")
     """A file that exists once a user's script was asked to stop. No end of its ranks then counts as a failure."""
-    not_forked = SubPath("exits/not-forked")
-    """The reason why the ranks could not be forked from torchrun; absent if they were forked."""
     compiled = SubPath("compiled")
     """The code that torch.compile has made."""
     lock = SubPath("lock")

@@ -1,16 +1,16 @@
-"""Lets a user's runs share which nodes have failed. Runs everywhere.
+"""Remembers which nodes have failed a user's runs, for the next jobs of all these runs. Runs everywhere.
 
 Each failure is a file in the runs directory, beside the runs. A file is written whole, and removed when it is old.
 """
 
-import json
 import os
 import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from msgspec import DecodeError, Struct, json
 
 from hpc.base.files import write_atomic
 from hpc.run.causes import Cause
@@ -19,13 +19,12 @@ from hpc.run.rundir import RunDir
 
 # Slurm itself marks a dead node down within SlurmdTimeout, usually 300 s. A bad node has probably been repaired after
 # some hours.
-_SECONDS = {Cause.NODE_FAILURE: 900.0, Cause.BAD_NODE: 6 * 3600.0}
+_SECONDS = {Cause.NODE_FAILURE: 900.0, Cause.BAD_NODE: 6 * 3600.0, Cause.LOST: 6 * 3600.0}
 # A node's clock may be ahead of this machine's.
 _SKEW_SECONDS = 60.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class BadNode:
+class BadNode(Struct, frozen=True, kw_only=True):
     """A node that has failed a run."""
 
     node: str
@@ -61,37 +60,30 @@ def learn(run: RunDir, event: Event) -> None:
         _path(run, event.node).unlink(missing_ok=True)
     elif isinstance(event, NodeFailed | Interrupted | AttemptEnded) and event.node and event.cause in _SECONDS:
         bad = BadNode(node=event.node, run=run.name, cause=Cause(event.cause), time=time.time())
-        write_atomic(_path(run, event.node), json.dumps(asdict(bad)) + "\n")
+        write_atomic(_path(run, event.node), json.encode(bad) + b"\n")
 
 
-def known(runs_dir: Path) -> Sequence[BadNode]:
-    """Return the nodes that have recently failed this user's runs in a directory, the newest failure first.
+def known(runs_dir: Path, run: str | None = None) -> Sequence[BadNode]:
+    """Return the nodes that a run of this user avoids, the newest failure first; by default, a run that has just begun.
 
-    A run that has found several bad nodes is probably the cause itself, because its --setup or Python fails on each.
+    Of other runs, only what is no fault of theirs counts. A run that has found several bad nodes is probably the cause
+    itself, because its --setup or Python fails on each.
     """
     failures = list[BadNode]()
     for path in runs_dir.glob(f"{_prefix()}*.json"):
         with suppress(OSError):  # another process removes the file, or the storage fails: nobody needs to know
             if path.stat().st_uid != os.getuid():
                 continue
-            bad = _read(path)
-            if bad is not None and -_SKEW_SECONDS < bad.age_seconds < _SECONDS[bad.cause]:
+            try:
+                bad = json.decode(path.read_bytes(), type=BadNode)
+            except (DecodeError, RecursionError):
+                bad = None
+            if bad is not None and bad.cause in _SECONDS and -_SKEW_SECONDS < bad.age_seconds < _SECONDS[bad.cause]:
                 failures.append(bad)
             else:
                 path.unlink()
     times = Counter(bad.run for bad in failures if bad.cause is Cause.BAD_NODE)
-    failures = [bad for bad in failures if bad.cause is Cause.NODE_FAILURE or times[bad.run] == 1]
+    counts = {Cause.NODE_FAILURE: True, Cause.LOST: False}
+    failures = [bad for bad in failures if bad.run == run or counts.get(bad.cause, times[bad.run] == 1)]
     newest = {bad.node: bad for bad in sorted(failures, key=lambda bad: bad.time)}
     return sorted(newest.values(), key=lambda bad: -bad.time)
-
-
-def _read(path: Path) -> BadNode | None:
-    """Return what a file says; None if it is damaged. Raises OSError."""
-    try:
-        fields = json.loads(path.read_text())
-        node, run, cause, at = fields["node"], fields["run"], Cause(fields["cause"]), float(fields["time"])
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return None
-    if cause not in _SECONDS or not (isinstance(node, str) and isinstance(run, str)):
-        return None
-    return BadNode(node=node, run=run, cause=cause, time=at)

@@ -28,7 +28,7 @@ def cancel_run(run: RunDir, before: str, *, final: bool = False) -> bool:
     on_slurm = RunSpec.load(run).cluster == "slurm"
     problems = _end_jobs(run) if on_slurm else []
     # A failed run is cancelled, too, because a supervisor may be about to submit its next job.
-    is_new = before not in _OVER or (final and before == "cancelled" and not _is_final(run))
+    is_new = before not in _OVER or (final and before == "cancelled" and not History.load(run).is_cancelled_for_good)
     # If scancel ended the run, no outcome is recorded, and the runs that wait for it do not know that it has ended.
     is_new = is_new or recorded_outcome(run) is None
     # A cancelled run is cancelled again: an `hpc resume` under way takes back only cancellations that it has seen.
@@ -55,10 +55,6 @@ def _release_waiting_jobs(run: RunDir) -> list[str]:
     except TorchrelayError as error:
         return [f"runs that wait for it may stay held: {error}"]
     return []
-
-
-def _is_final(run: RunDir) -> bool:
-    return History.load(run).is_cancelled_for_good
 
 
 def _end_jobs(run: RunDir) -> list[str]:

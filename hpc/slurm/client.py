@@ -77,12 +77,7 @@ def is_testbed() -> bool:
 
 
 def run(*command: str, environment: Mapping[str, str] | None = None) -> str:
-    """Run a command and return its output. Raises TorchrelayError if it is not installed, fails, or times out.
-
-    Args:
-        command: the words of the command.
-        environment: its environment variables; by default those of this process.
-    """
+    """Run a command and return its output. Raises TorchrelayError if it is not installed, fails, or times out."""
     done = complete(*command, environment=environment)
     if done.returncode != 0:
         raise failure(first_error(done.stderr) or f"{command[0]} failed with exit code {done.returncode}")

@@ -19,7 +19,6 @@ from hpc.base.environment import PYTHONPATH
 from hpc.base.errors import TorchrelayError, UserError
 from hpc.base.files import write_atomic
 from hpc.base.kernel import ENDING_SIGNALS, start_time
-from hpc.run.events.history import History
 from hpc.run.events.kinds import Submitted
 from hpc.run.events.ledger import EventWriter
 from hpc.run.rundir import RunDir
@@ -132,7 +131,7 @@ class SlurmExecutor(SubmititSlurm):
     def excluded(self) -> list[str]:
         """The nodes that this job excludes: the user's --exclude, and nodes that have failed the user's other runs."""
         try:
-            return handover.nodes_to_exclude(self.run, self.spec, History([]))
+            return handover.nodes_to_exclude(self.run, self.spec)
         except TorchrelayError:
             return handover.typed_exclude(self.spec)  # sbatch will say what is wrong
 

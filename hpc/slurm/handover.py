@@ -15,28 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from hpc.base.errors import TorchrelayError
-from hpc.base.files import (
-    last_json_line,
-    modified,
-    refresh_nfs_cache,
-    storage_time,
-)
+from hpc.base.files import last_json_line, modified, refresh_nfs_cache, storage_time
 from hpc.base.kernel import is_alive, start_time
 from hpc.run.causes import Cause, JobState
 from hpc.run.events import ledger
 from hpc.run.events.attempts import Attempt
 from hpc.run.events.history import History
-from hpc.run.events.kinds import (
-    AttemptEnded,
-    Event,
-    Handover,
-    Interrupted,
-    NodeFailed,
-    NodeLost,
-    NodeReturned,
-    RankFailed,
-    Resubmitting,
-)  # fmt: skip
+from hpc.run.events.kinds import AttemptEnded, Handover, Resubmitting
 from hpc.run.events.ledger import record_once
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
@@ -45,8 +30,6 @@ from hpc.slurm import client as slurm
 from hpc.slurm.predecessors import dependency
 from hpc.slurm.squeue import jobs_by_script
 
-# A failed node has probably been rebooted or repaired after this time.
-_EXCLUDE_SECONDS = 6 * 3600.0
 # sbatch errors that mean --exclude left too few nodes; 24.11 prints the second if --nodelist names an excluded node.
 _TOO_FEW_NODES = ("not available", "Invalid node name specified")
 # slurmstepd prints these lines to the job's log. Their times say nothing here: they are in the node's time zone.
@@ -214,16 +197,6 @@ def submit_next_job(run: RunDir, spec: RunSpec, excluded: Sequence[str], old: Co
         return submission.submit(run.script, typed, environment, waits_for)
 
 
-def _failed_node(event: Event) -> str | None:
-    """Return the node that failed according to an event; None if no node failed."""
-    if isinstance(event, NodeLost):
-        return event.node
-    causes = {Cause.BAD_NODE, Cause.LOST, Cause.NODE_FAILURE}
-    if isinstance(event, Interrupted | AttemptEnded | NodeFailed | RankFailed) and event.cause in causes:
-        return event.node
-    return None
-
-
 def leaves_too_few_nodes(sbatch_error: str) -> bool:
     """Return whether sbatch has refused a job because it excludes too many nodes.
 
@@ -238,22 +211,13 @@ def typed_exclude(spec: RunSpec) -> list[str]:
     return [spec.resources.exclude] if spec.resources.exclude else []
 
 
-def nodes_to_exclude(run: RunDir, spec: RunSpec, history: History, failed: Sequence[str] = ()) -> list[str]:
-    """Return the nodes that the next job of a run excludes: the user's --exclude, and nodes that failed recently.
+def nodes_to_exclude(run: RunDir, spec: RunSpec, failed: Sequence[str] = ()) -> list[str]:
+    """Return the nodes that the next job of a run excludes: the user's --exclude, `failed`, and known bad nodes.
 
-    Nodes of `failed` come first, and nodes that have failed the user's other runs last. Failed nodes are excluded only
-    if the partition has enough other nodes for the job.
+    Nodes that have failed are excluded only if the partition has enough other nodes for the job.
     """
-    typed, now = typed_exclude(spec), time.time()
-    returned = {event.node: event.time for event in history.of(NodeReturned)}
-    lost = [
-        node
-        for event in history.events
-        if now - event.time < _EXCLUDE_SECONDS
-        if (node := _failed_node(event)) and event.time > returned.get(node, 0.0)
-    ]
-    others = (bad.node for bad in bad_nodes.known(run.path.parent) if bad.run != run.name)
-    names = list(dict.fromkeys([*failed, *reversed(lost), *others]))  # newest first
+    typed = typed_exclude(spec)
+    names = list(dict.fromkeys([*failed, *(bad.node for bad in bad_nodes.known(run.path.parent, run.name))]))
     if not names:
         return typed
     # Slurm does not use nodes that it has marked down.

@@ -10,7 +10,6 @@ from hpc.run.events.kinds import (
     Claimed,
     DataStaged,
     Interrupted,
-    NotForked,
     RanksEnded,
     RanksSilent,
     RanksStarted,
@@ -27,7 +26,6 @@ from hpc.services.notification.notices import unsent_messages
 
 # A save should take at most this share of the time until the job ends: storage may be slower on another day.
 MAX_SHARE = 0.8
-ASK_NO_GPUS = "in a script, move the import that queries GPUs into a function; or install an older torch"
 _ADVICE: dict[str, str] = {
     Cause.NO_SPACE: "no space left: free some space, then continue with hpc resume",
     Cause.DIVERGED: "another attempt would diverge again: check the images in diverged.json, then continue "
@@ -62,10 +60,6 @@ def warnings_of(history: History, *, completed: bool = False) -> list[str]:
         found.append(
             f"no rank has used the processor, or read or written anything, for {silent.seconds / 60:.0f} minutes or "
             "more: if the script hangs, type hpc cancel, then hpc resume --hang-timeout 20m, which restarts such ranks"
-        )
-    if slow_start := now.last(NotForked):
-        found.append(
-            f"ranks on {slow_start.node} start seconds later than necessary: {slow_start.detail}; {ASK_NO_GPUS}"
         )
     if off := now.last(SnapshotOff):
         found.append(f"snapshots are off: {off.reason}")

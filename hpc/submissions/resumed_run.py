@@ -279,7 +279,7 @@ def _start(run: RunDir, spec: RunSpec, number: int, attempt: int, history: Histo
     writer = EventWriter(resumption_file(run, number), attempt)
     old, excluded = history.last_job_id, list[str]()
     if spec.cluster == "slurm":
-        excluded = handover.nodes_to_exclude(run, spec, history)
+        excluded = handover.nodes_to_exclude(run, spec)
         job_id = handover.submit_next_job(run, spec, excluded, history.job_ids)
     else:
         job_id = start_local(run)

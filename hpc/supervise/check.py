@@ -106,7 +106,7 @@ def _observed(runs_dir: Path) -> list[RunObservation]:
         spec = RunSpec.load(one.run)
         if list(excluded) != handover.typed_exclude(spec):
             # If nodes have gone down since the submission, the pending job can exclude fewer nodes.
-            excludable = handover.nodes_to_exclude(one.run, spec, one.history)
+            excludable = handover.nodes_to_exclude(one.run, spec)
             found[number] = replace(one, excluded=excluded, excludable=excludable)
     return found
 

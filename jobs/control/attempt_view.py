@@ -105,7 +105,3 @@ class AttemptView:
         may_report = self.waited_seconds < _FIRST_REPORT_SECONDS
         unheard = set(range(len(self.hostnames))) - self.statuses.keys() if may_report else set[int]()
         return len((starting | unheard) - self.lost - self.bad_nodes | self.awaited)
-
-    def names(self, node_ranks: Iterable[int]) -> list[str]:
-        """Return the host names of some nodes, sorted by node rank."""
-        return [self.hostnames[node_rank] for node_rank in sorted(node_ranks)]

@@ -9,13 +9,13 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from ipaddress import ip_address
 from typing import Any
 
 import msgspec
 
-from hpc.base.kernel import steady_time
+from hpc.base.kernel import interface_addresses, steady_time
 from hpc.base.transport import Connection, DecodeError, Limits, Server, connect
-from jobs.control.agent_clock import AgentClock
 from jobs.control.messages import Answer, Directive, NodeStatus, Phase, decode
 from jobs.node_attempt import log
 
@@ -28,9 +28,60 @@ _ANSWER_SECONDS = 2.0
 _RECONNECT_SECONDS = 1.5
 _SERVER_LIMITS = Limits(timeout_seconds=2 * LOST_SECONDS, max_message_bytes=2**20)
 _CLIENT_LIMITS = Limits(timeout_seconds=_ANSWER_SECONDS, max_message_bytes=2**20)
+_TICK_SECONDS, _SUSPENDED_SECONDS = 0.1, 2.0
 _PURPOSE = "control"
 ALONE = "127.0.0.1"
 """Address of this node while no other node is connected."""
+
+
+# Host names often do not work: a node's own name may resolve to 127.0.1.1, and another node's name may resolve to no
+# address, or to one in a network that is closed between compute nodes. So the first node's agent publishes all its
+# addresses in its claim, and the others try them until they find one that works.
+
+
+def own_addresses(interface: str | None = None) -> list[str]:
+    """Return the addresses at which other nodes may reach this one: all but loopback, or only those of `interface`."""
+    return [
+        address
+        for name, addresses in interface_addresses().items()
+        for address in addresses
+        if interface in {None, name} and not ip_address(address).is_loopback
+    ]
+
+
+def first_node_hosts(name: str, addresses: Sequence[str], interface: str | None = None) -> list[str]:
+    """Return the hosts at which to try the first node: name and addresses; with an interface, only its addresses."""
+    return [*([] if interface else [name]), *addresses]
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the network interface that has an address; None if no interface has it."""
+    return next((name for name, addresses in interface_addresses().items() if address in addresses), None)
+
+
+class AgentClock:
+    """Measures the time since an event, at most since the end of this agent's last suspension.
+
+    Slurm stops all processes of a job that it suspends (SUSPEND, GANG), and a virtual machine stops while it is moved.
+    A stopped agent hears nothing. A thread that only ticks tells such a pause from a loop that waits for slow storage.
+    """
+
+    def __init__(self) -> None:
+        self._ticked = self._resumed = time.monotonic()
+        threading.Thread(target=self._keep_ticking, daemon=True, name="agent-clock").start()
+
+    def _keep_ticking(self) -> None:
+        while True:
+            time.sleep(_TICK_SECONDS)
+            now = time.monotonic()
+            # Set _resumed before _ticked, because `since` reads _ticked first.
+            self._resumed = now if now - self._ticked > _SUSPENDED_SECONDS else self._resumed
+            self._ticked = now
+
+    def since(self, moment: float) -> float:
+        """Return the seconds from a time.monotonic() value, or from the end of a later suspension, to the last tick."""
+        ticked = self._ticked
+        return max(0.0, ticked - max(moment, self._resumed))
 
 
 def _hangs(status: NodeStatus, unreported_seconds: float, timeout_seconds: float) -> bool:

@@ -10,7 +10,7 @@ cause in `attempt_ended` if not.
 
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,6 @@ from hpc.run.events.kinds import (
     RanksEnded,
     RanksSilent,
     RoundStarted,
-    SlowRank,
 )  # fmt: skip
 from hpc.run.events.resumption import is_cancelled_now
 from hpc.slurm import handover
@@ -52,6 +51,8 @@ from jobs.stop_request import StopRequest
 _FRESH_SECONDS = 0.9
 # Agents that have lost contact with this one may have ended the attempt. Not every poll asks the storage for that.
 _END_CHECK_SECONDS = 5.0
+# Servers that fail over may answer wrongly for seconds.
+_GONE_CHECKS = 4
 # Agents report the failures of their ranks within this time after the end of a torchrun.
 _ROOT_SECONDS = 10.0
 # Only rounds in which torchrun fails sooner than this count as failed rounds.
@@ -60,16 +61,6 @@ _SHORT_SECONDS = 120.0
 _SPARES_SECONDS = 2.0
 # A check of the nodes takes seconds; the import of torch from slow storage may take a minute.
 _SPARES_CHECK_SECONDS = 180.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Unjudged:
-    """A failure about which the history of the run decides, which a thread reads."""
-
-    failure: Interrupted
-    history: Future[History | None]
-    """The history; None if other agents have ended the attempt."""
-    asked_at: float
 
 
 class Coordinator:
@@ -81,6 +72,8 @@ class Coordinator:
         """Interrupted that ended the attempt; None if the attempt ended well, or was asked to stop."""
         self.done = False
         """Whether every member's torchrun has ended with 0."""
+        self.run_is_gone = False
+        """Whether the run directory was deleted, moved or replaced. The attempt then ends, and writes nothing more."""
         self.lost: dict[int, float] = {}
         """Time at which each silent node was last heard, in seconds since the epoch, by node rank."""
         self.bad_nodes: set[int] = set()
@@ -90,11 +83,15 @@ class Coordinator:
         self.last_step = 0
         """The last step that any rank has done since the last interruption."""
         self.counted = CountedSteps()
-        """The steps that the ranks of a script have counted since the last interruption."""
+        """The steps that the ranks of a script have counted since their last start."""
         # What was read from the storage, and what is being read.
         self._history = node.history()
-        self._unjudged = list[_Unjudged]()
-        self._end_check: Future[tuple[bool, bool]] | None = None
+        self._unjudged = list[tuple[Interrupted, Future[History | None], float]]()
+        """Failures, the histories that decide about them (None if other agents have ended the attempt), and when these
+        were requested."""
+        self._device = node.run.path.stat().st_dev
+        self._gone_checks = 0
+        self._end_check: Future[tuple[bool, bool, bool]] | None = None
         self._end_checked_at = time.monotonic()
         # What happened before.
         self._interruptions = list[PastInterruption]()
@@ -181,22 +178,31 @@ class Coordinator:
     def _has_ended(self) -> bool:
         return handover.has_ended(self._node.run, self._node.attempt.attempt)
 
+    def _ask_storage(self) -> tuple[bool, bool, bool]:
+        """Return whether the run is cancelled, other agents have ended the attempt, and the run directory is gone."""
+        if self._node.lacks_run(self._device):
+            return False, False, True
+        return is_cancelled_now(self._node.run), self._has_ended(), False
+
     def _check_end(self) -> None:
-        """Every 5 s, find out whether other agents have ended the attempt, or the user has cancelled the run."""
+        """Every 5 s, find out whether others have ended the attempt, cancelled the run, or removed its directory."""
         if self._server.directive.over:
             return
-        if self._end_check is None:
+        answer = self._end_check
+        if answer is None:
             if time.monotonic() - self._end_checked_at >= _END_CHECK_SECONDS:
                 self._end_checked_at = time.monotonic()
-                self._end_check = self._node.storage.request(
-                    lambda: (is_cancelled_now(self._node.run), self._has_ended())
-                )
+                self._end_check = self._node.storage.request(self._ask_storage)
             return
-        if not self._end_check.done():
+        if not answer.done():
             return
-        answer = self._end_check
         self._end_check = None
-        cancelled, ended = (False, False) if answer.exception() else answer.result()
+        cancelled, ended, gone = (False, False, False) if answer.exception() else answer.result()
+        self._gone_checks = self._gone_checks + 1 if gone else 0
+        if self._gone_checks == _GONE_CHECKS:
+            self.run_is_gone = True
+            self._direct(saver=0)  # no other node must save its snapshot
+            self._end()
         if cancelled:
             # Make the agents stop as if the SIGTERM of scancel had reached them already. Ending the attempt here would
             # kill ranks that save.
@@ -204,32 +210,27 @@ class Coordinator:
         if ended:
             self._end()
 
-    def _notice(self, failure: Interrupted, restarts: int | None = None) -> None:
-        """Have the history read that decides about a failure, whose ranks are being replaced from now on.
-
-        If torchrun restarts the ranks, `restarts` says after how many restarts the failed ones had started.
-        """
+    def _notice(self, failure: Interrupted) -> None:
+        """Have the history read that decides about a failure, whose ranks are being replaced from now on."""
         self.last_step = 0
-        self.counted.restart(restarts)
         self._root_failure.explained_until = max(self._root_failure.explained_until, failure.failed_at or 0.0)
         read = self._node.storage.request(lambda: None if self._has_ended() else self._node.history())
-        self._unjudged.append(_Unjudged(failure=failure, history=read, asked_at=time.monotonic()))
+        self._unjudged.append((failure, read, time.monotonic()))
 
     def _judge_failures(self) -> None:
         """Record noticed failures as interruptions; end the attempt if the run may not restart, or others ended it."""
         while self._unjudged and not self._server.directive.over:
-            [first, *others] = self._unjudged
-            is_read = first.history.done()
-            if not is_read and time.monotonic() - first.asked_at < HANGS_SECONDS:
+            failure, read, requested_at = self._unjudged[0]
+            if not read.done() and time.monotonic() - requested_at < HANGS_SECONDS:
                 return
-            self._unjudged = others
-            if is_read and first.history.exception() is None:
-                history = first.history.result()
+            del self._unjudged[0]
+            if read.done() and read.exception() is None:
+                history = read.result()
                 if history is None:
                     self._end()
                     return
                 self._history = history
-            self._judge(first.failure)
+            self._judge(failure)
 
     @property
     def _knows_steps(self) -> bool:
@@ -313,8 +314,8 @@ class Coordinator:
         # Use the failed rank's own step, not the last step of all ranks: the same failure happens at the same step,
         # whether the other ranks finish that step or not.
         step = failure.step if root.step is None else root.step
-        counted = failure.counted_steps and max(failure.counted_steps, root.counted_steps or 0)
-        self._notice(structs.replace(failure, step=step, counted_steps=counted), restarts=root.restarts)
+        counted = None if self.counted.is_reported else max(self.counted.done or 0, root.counted_steps or 0) or None
+        self._notice(structs.replace(failure, step=step, counted_steps=counted))
 
     def _all_heard(self) -> bool:
         """Return whether every other member that takes part and is not lost has just reported."""
@@ -344,7 +345,7 @@ class Coordinator:
         failure = self._failure(
             Cause.BAD_NODE if stuck else Cause.HANG, steady_time() - hang.seconds,
             hang.detail + describe_ended(self._starts.ended), rank=hang.rank,
-            node=next(iter(view.names(stuck)), None), signature=signature,
+            node=next(iter(self._node.allocation.names(stuck)), None), signature=signature,
         )  # fmt: skip
         self._notice(failure)
         # All ranks started until now are killed, so their failures are explained.
@@ -360,7 +361,8 @@ class Coordinator:
 
     def _count_steps(self, view: AttemptView) -> None:
         """Note how many steps the ranks of a script have done, and record it for `hpc status`."""
-        if first_step := self.counted.update(view.heartbeats.values(), view.starts, view.world_size):
+        number, beats = view.directive.round, view.heartbeats.values()
+        if first_step := self.counted.update(number, beats, view.starts, view.world_size):
             self._record(first_step)
         if record := self.counted.to_record():
             self._node.storage.request(partial(self._node.show_steps, record))
@@ -381,12 +383,10 @@ class Coordinator:
             node_rank = view.node_of(slow.rank)
             node = "its node" if node_rank is None else view.hostnames[node_rank]
             self._record(
-                SlowRank(
-                    rank=slow.rank, node=node, busy_seconds=slow.busy_seconds, median_seconds=slow.usual_seconds
-                ),
+                structs.replace(slow, node=node),
                 f"rank {slow.rank} on {node} slows the others down: it works {slow.busy_seconds:.3f} s per step, "
-                f"the others {slow.usual_seconds:.3f} s",
-            )  # fmt: skip
+                f"the others {slow.median_seconds:.3f} s",
+            )
 
     def _report_silence(self, view: AttemptView) -> None:
         """Report that the ranks of a script without heartbeats do nothing, and that they do something again."""
@@ -473,7 +473,6 @@ class Coordinator:
             members = (*members, *(rank for rank in view.able if rank not in members))
         # The agents have killed the ranks of the last round, or kill them now, so their ends are not failures.
         self._root_failure.explained_until = steady_time()
-        self.counted.restart()
         host = self._server.address(members[0])
         self._direct(
             round=number, members=members, saver=members[0], host=host, port=port, preflight=preflight, paused=False

@@ -21,47 +21,36 @@ class CountedSteps:
     """The steps that the ranks have done since their last start."""
 
     def __init__(self) -> None:
+        self._start = 0, 0
+        """The round, and how often the ranks had restarted together in it."""
         self._steps, self._step_seconds = 0, dict[int, float | None]()
-        self._reports, self._awaits_end = False, False
-        self._after: int | None = None
+        self.is_reported = False
+        """Whether a rank reports its steps itself."""
         self._recorded: int | None = None
         self._recorded_at = 0.0
 
     @property
     def done(self) -> int | None:
         """The largest count; None if the ranks have counted no step, or if a rank reports its steps itself."""
-        return None if self._reports else self._steps or None
-
-    def restart(self, after: int | None = None) -> None:
-        """Count from 0 again, as soon as the ranks that count now have ended.
-
-        If ranks that had started after a number of restarts have failed (`after`), torchrun may have replaced them by
-        now. So ranks that have started after more restarts count at once.
-        """
-        self._steps = 0
-        self._reports = False
-        self._awaits_end = after is None
-        self._after = after
+        return None if self.is_reported else self._steps or None
 
     def update(
-        self, heartbeats: Collection[RankHeartbeat], starts: Sequence[RankStart], world_size: int
+        self, number: int, heartbeats: Collection[RankHeartbeat], starts: Sequence[RankStart], world_size: int
     ) -> FirstStep | None:
-        """Take the ranks' counts. Returns an event after the first step since their start."""
-        if self._after is not None:
-            starts = [start for start in starts if start.restarts > self._after]
-            newest = {start.rank for start in starts}
-            heartbeats = [heartbeat for heartbeat in heartbeats if heartbeat.rank in newest]
-        watched = [heartbeat for heartbeat in heartbeats if heartbeat.phase != UNWATCHED]
-        self._awaits_end = self._awaits_end and bool(watched)
-        if self._awaits_end:
-            return None
-        self._reports = self._reports or any(heartbeat.phase != COUNTED for heartbeat in watched)
-        counts = [heartbeat.step for heartbeat in watched if heartbeat.phase == COUNTED]
+        """Take the counts of the ranks in round `number`. Returns an event after the first step since their start."""
+        newest = max([(number, start.restarts) for start in starts], default=max(self._start, (number, 0)))
+        if newest != self._start:
+            self._start, self._steps, self.is_reported = newest, 0, False
+        starts = [start for start in starts if (number, start.restarts) == newest]
+        ranks = {start.rank for start in starts}
+        watched = [beat for beat in heartbeats if beat.rank in ranks and beat.phase != UNWATCHED]
+        self.is_reported |= any(beat.phase != COUNTED for beat in watched)
+        counts = [beat.step for beat in watched if beat.phase == COUNTED]
         # The last poll may have missed the last steps of ranks that have ended since.
         if len(starts) == world_size and all(start.has_ended for start in starts):
             counts += [start.counted_steps for start in starts if start.counted_steps is not None]
         before, self._steps = self._steps, max([self._steps, *counts])
-        self._step_seconds |= {heartbeat.rank: heartbeat.step_seconds for heartbeat in watched}
+        self._step_seconds |= {beat.rank: beat.step_seconds for beat in watched}
         return FirstStep(step=self._steps) if self.done and not before else None
 
     def to_record(self) -> dict[str, Any] | None:

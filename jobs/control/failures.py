@@ -46,7 +46,7 @@ def lack_of_nodes(reason: str, view: AttemptView, last: Interrupted | None, this
     out = {rank: status for rank, status in view.statuses.items() if status.phase in {Phase.FAILED, Phase.BAD_NODE}}
     if last and (this.noticed_at or 0.0) - (last.noticed_at or 0.0) < _RECENT_SECONDS and not out:
         return structs.replace(last, detail=f"{last.detail}; {reason}")
-    lost = view.names(view.lost)
+    lost = [view.hostnames[rank] for rank in sorted(view.lost)]
     bad_nodes = [view.hostnames[rank] for rank, status in out.items() if status.phase is Phase.BAD_NODE]
     own = next((status.cause for status in out.values()), Cause.CRASHED)
     cause = Cause.NODE_FAILURE if lost else Cause.BAD_NODE if bad_nodes else own

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hpc.base.units import Duration
+from hpc.run.events.kinds import SlowRank
 from jobs.control.messages import RankHeartbeat
 
 # While training, twenty steps without a sign of life are a hang; but slow storage may take a minute for one batch.
@@ -117,29 +118,20 @@ def _find_hanging_rank(heartbeats: Mapping[int, RankHeartbeat]) -> int | None:
     return behind[0] if len(behind) == 1 and len(heartbeats) > 1 else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Straggler:
-    """A rank whose own work takes much longer than the others'."""
-
-    rank: int
-    busy_seconds: float
-    usual_seconds: float
-
-
 class StragglerDetector:
     """Reports a straggler once it has been slow for 10 s, and again only after it has recovered."""
 
     def __init__(self) -> None:
         self._slow_since: dict[int, float] = {}
 
-    def find(self, heartbeats: Mapping[int, RankHeartbeat]) -> list[Straggler]:
-        """Return the stragglers to report now."""
+    def find(self, heartbeats: Mapping[int, RankHeartbeat]) -> list[SlowRank]:
+        """Return the stragglers to report now, without their nodes."""
         busy = {rank: beat.busy_seconds for rank, beat in heartbeats.items() if beat.busy_seconds is not None}
         if not busy:
             return []
         # The usual time is the median of all ranks; of two ranks, it is the time of the faster one.
         usual = sorted(busy.values())[(len(busy) - 1) // 2]
-        stragglers = list[Straggler]()
+        stragglers = list[SlowRank]()
         now = time.monotonic()
         limit = max(_SLOW_FACTOR * usual, usual + _SLOW_MIN_SECONDS)
         slow = {rank: seconds for rank, seconds in busy.items() if seconds >= limit}
@@ -148,5 +140,5 @@ class StragglerDetector:
         for rank, seconds in slow.items():
             if now - self._slow_since.setdefault(rank, now) > _SLOW_FOR_SECONDS:
                 self._slow_since[rank] = float("inf")  # do not report it again while it is slow
-                stragglers.append(Straggler(rank=rank, busy_seconds=seconds, usual_seconds=usual))
+                stragglers.append(SlowRank(rank=rank, node="", busy_seconds=seconds, median_seconds=usual))
         return stragglers

@@ -20,10 +20,11 @@ _MODULE_FILES = ("", ".py", "*.so")
 def find_left_out(run: RunDir, spec: RunSpec, detail: str) -> str | None:
     """Return what to type if a rank has failed because the run lacks a file, or has a link in its place; else None.
 
-    The ranks of such a run would fail again until the user acts. Nothing is raised for what cannot be read, or for a
-    name that is no path: this uses `os.path` and `glob`, where pathlib would raise.
+    Nothing is raised for what cannot be read, or for a name that is no path: this uses `os.path` and `glob`, where
+    pathlib would raise.
     """
-    record = CodeFiles.load(run.code) if names_missing_file(detail) and not spec.in_place else None
+    names_file = _REMOVED_LINK in detail or _NO_FILE.search(detail) or _NO_MODULE.search(detail)
+    record = CodeFiles.load(run.code) if names_file and not spec.in_place else None
     if record is None:
         return None
     root = Path(record.root)
@@ -46,11 +47,6 @@ def find_left_out(run: RunDir, spec: RunSpec, detail: str) -> str | None:
         f"{original} exists, but not in the run's code: if it is new, type hpc resume {run.name} --new-code; "
         "else submit with --in-place"
     )
-
-
-def names_missing_file(detail: str) -> bool:
-    """Return whether a message names a file that is missing, or a link in the place of a directory."""
-    return _REMOVED_LINK in detail or bool(_NO_FILE.search(detail) or _NO_MODULE.search(detail))
 
 
 def _paths(run: RunDir, spec: RunSpec, root: Path, detail: str) -> Iterator[tuple[Path, Path]]:

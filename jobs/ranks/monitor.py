@@ -3,27 +3,23 @@
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct, ValidationError, json, structs
+from msgspec import Meta, Struct, ValidationError, json
 
 from hpc.base.kernel import activity, children, process_state, steady_time
 from hpc.run.causes import Cause, cause_of_exit
-from hpc.run.events.kinds import NotForked, RankFailed
+from hpc.run.events.kinds import RankFailed
 from hpc.run.nodedir import HeldNodeDir, NodeDir
-from jobs.control.agent_clock import AgentClock
-from jobs.control.channel import ControlChannel, ControlClient
+from jobs.control.channel import AgentClock, ControlChannel, ControlClient
 from jobs.control.messages import RankHeartbeat, RankStart
 from jobs.control.rank_health import COUNTED, UNWATCHED
 from jobs.control.silent_nodes import Patience
-from jobs.node_attempt import HANGS_SECONDS, NodeAttempt, log
+from jobs.node_attempt import NodeAttempt, log
 from jobs.ranks.input_check import InputCheck
-from jobs.ranks.left_out_files import find_left_out, names_missing_file
 from jobs.ranks.script.step_counter import read_count
 from jobs.stop_request import StopRequest
 
@@ -69,25 +65,6 @@ class _Activity:
             self.seconds, self.volume, self.active_at = seconds, volume, now
 
 
-@dataclass(kw_only=True)
-class _Pace:
-    """How fast a rank whose steps are counted does them."""
-
-    pid: int
-    steps: int
-    changed_at: float
-    step_seconds: float | None = None
-    """Mean seconds per recent step; None if unknown."""
-
-    def measure(self, steps: int) -> None:
-        """Note the steps that the rank has done until now."""
-        if steps > self.steps:
-            now = time.monotonic()
-            seconds = (now - self.changed_at) / (steps - self.steps)
-            self.step_seconds = seconds if self.step_seconds is None else 0.9 * self.step_seconds + 0.1 * seconds
-            self.steps, self.changed_at = steps, now
-
-
 class LocalRanks:
     """Reads the heartbeats and failures that the ranks of one node write, round after round."""
 
@@ -98,7 +75,6 @@ class LocalRanks:
         self._looked_at = 0.0
         self._mentioned = set[tuple[int, str]]()
         self._activity = dict[int, _Activity]()
-        self._paces = dict[int, _Pace]()
         # Files may be left from the ranks of an earlier attempt whose agent was killed.
         self._remove_files()
 
@@ -184,12 +160,8 @@ class LocalRanks:
         count = read_count(str(self._node_dir.heartbeat(local_rank)))
         if count is None:
             return None
-        pace = self._paces.get(local_rank)
-        if pace is None or pace.pid != count.pid:
-            pace = self._paces[local_rank] = _Pace(pid=count.pid, steps=count.steps, changed_at=time.monotonic())
-        pace.measure(count.steps)
         return _Heartbeat(
-            pid=count.pid, rank=count.rank, step=count.steps, phase=COUNTED, step_seconds=pace.step_seconds
+            pid=count.pid, rank=count.rank, step=count.steps, phase=COUNTED, step_seconds=count.step_seconds
         )
 
     def _written(self, local_rank: int) -> _Heartbeat | None:
@@ -262,12 +234,9 @@ class NodeMonitor:
         self.callbacks = list[Callable[[], None]]()
         """Functions that every poll calls."""
         self._patience = Patience(node)
-        self._is_not_forked = False
         self.input_check: InputCheck | None = None
         """Explains failures of ranks; None if this node reads no staged copy."""
         self._failures: tuple[RankFailed, ...] = ()
-        self._searches = dict[RankFailed, tuple[Future[str | None], float]]()
-        """For a failure that names a missing file: what a thread finds, and until when that is awaited."""
         self.last_step = 0
         """The last step that a rank of this node has done in this attempt."""
         self.counted_steps: int | None = None
@@ -302,50 +271,14 @@ class NodeMonitor:
         if self._held.restore():
             log(f"{self.node_dir.path} was emptied, and its snapshots are lost")
 
-    def _report_slow_start(self) -> None:
-        """Report once that this node's ranks are not forked, and so must import torch themselves."""
-        if self._is_not_forked or (reason := _read(self.node_dir.not_forked)) is None:
-            return
-        self._is_not_forked = True
-        self._node.record_later(NotForked(node=self._node.host, **reason))
-        log(f"each rank on {self._node.host} imports torch itself: {reason['detail']}")
-
-    def _advised(self, failures: list[RankFailed]) -> list[RankFailed]:
-        """Return the failures to report now. One that names a missing file waits until a thread has looked for it.
-
-        The failure of a rank that misses a file of the user is bad input, with what the user must type.
-        """
-        for failure in failures:
-            if failure.cause is Cause.CRASHED and names_missing_file(failure.detail):
-                find = partial(find_left_out, self._node.run, self._node.spec, failure.detail)
-                self._searches[failure] = self._node.storage.request(find), time.monotonic() + HANGS_SECONDS
-        advised = [failure for failure in failures if failure not in self._searches]
-        for failure, (search, deadline) in list(self._searches.items()):
-            if search.done() or time.monotonic() > deadline:
-                del self._searches[failure]
-                advice = search.result() if search.done() else None
-                detail = f"{failure.detail}: {advice}"
-                advised.append(structs.replace(failure, cause=Cause.BAD_INPUT, detail=detail) if advice else failure)
-        return advised
-
-    def finish_round(self) -> None:
-        """Report how the ranks ended. The coordinator must know this before it learns that torchrun has ended."""
-        self._next = 0.0
-        self.poll()
-        while self._searches:
-            time.sleep(_INTERVAL_SECONDS)
-            self.poll()
-
-    def poll(self) -> None:
-        """Report the state of the ranks and run the callbacks; do nothing if the last poll was less than 0.2 s ago."""
-        if time.monotonic() < self._next:
+    def poll(self, *, now: bool = False) -> None:
+        """Report the state of the ranks and run the callbacks: `now`, or if the last poll was 0.2 s ago or more."""
+        if time.monotonic() < self._next and not now:
             return
         self._next = time.monotonic() + _INTERVAL_SECONDS
         self._restore_node_dir()
-        self._report_slow_start()
         failures = self.ranks.new_failures(self._channel.clock_skew_seconds)
         failures = self.input_check.explained(failures) if self.input_check else failures
-        failures = self._advised(failures)
         for failure in failures:
             self._node.record_later(failure)
         self._failures = (*self._failures, *failures)[-_KEPT_FAILURES:]

@@ -107,8 +107,6 @@ def run_rank(log_dir: str, node_dir: str, *program: str) -> None:
     size_before = _print_to(log)
     if program[0] in _IN_A_FORK and (reason := _why_no_gpus()):
         _say(f"this rank imports torch itself, which takes longer: {reason}")
-        with contextlib.suppress(OSError):
-            _write_whole(exits, "not-forked", {"detail": reason})
         program = (sys.executable, "-P", os.path.dirname(os.path.abspath(__file__)), "own", *program)
     os.environ[HEARTBEAT] = heartbeat = os.path.join(node_dir, "heartbeats", f"local-{local_rank}")
     # time.monotonic() cannot be set, and is the same for all processes of a node.

@@ -7,50 +7,30 @@ TORCHRELAY_ATTEMPT and, with `--data`, TORCHRELAY_DATA. On SIGUSR2 or SIGTERM th
 import contextlib
 import os
 import signal
-import sys
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from torchrelay import this_rank
 from torchrelay.node_memory import available_memory_bytes
 
 from hpc.base import container
-from hpc.base.environment import (
-    ATTEMPT,
-    DATA,
-    NEXT_CLAIM,
-    PRELOAD,
-    PROTOCOL,
-    PYTHONPATH,
-    RUN_DIR,
-    SNAPSHOTS,
-    STOP_SIGNAL,
-)
 from hpc.base.errors import TorchrelayError
 from hpc.base.files import make_below
 from hpc.run.code_files import CodeFiles
-from hpc.run.device_choice import RANK_VARIABLES
 from hpc.run.events import ledger
 from hpc.run.events.history import History
 from hpc.run.events.kinds import Checked
 from hpc.run.nodedir import NodeDir
 from hpc.run.spec import RunSpec
 from hpc.run.spec_file import Program
-from hpc.services.tracking.tracker import rank_variables
-from hpc.slurm.srun import users_pythonpath
-from jobs.control.addresses import interface_of
 from jobs.control.channel import ALONE, ControlChannel
 from jobs.control.messages import Directive
-from jobs.node_attempt import NodeAllocation, NodeAttempt, log
+from jobs.node_attempt import NodeAttempt, log
 from jobs.ranks.monitor import NodeMonitor
+from jobs.ranks.rank_environment import RankSetup, round_environment, torchrun_environment
 from jobs.ranks.rank_program import TopLevel, program_argv
-from jobs.ranks.slurm_variables import node_lists
-from jobs.ranks.torchrun import Standby, Torchrun
-from jobs.ranks.torchrun_command import MAX_RESTARTS, PROCESS_WRAPPER, Rendezvous, torchrun_argv, torchrun_environment
+from jobs.ranks.torchrun import MAX_RESTARTS, PROCESS_WRAPPER, Rendezvous, Torchrun, torchrun_argv
 from jobs.stop_request import StopRequest
 
 _POLL_SECONDS = 0.1
@@ -66,19 +46,6 @@ _WITHOUT_RANKS_SECONDS = 5.0
 _LEAVE_SECONDS = 5.0
 # A start that fails is retried for this long: stale NFS handles recover within seconds.
 _START_SECONDS, _START_PAUSE_SECONDS = 30.0, 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankSetup:
-    """Settings with which the ranks of this node start."""
-
-    data: Path | None
-    """Path of the data on this node; None if the run reads no data."""
-    python: str
-    """Path of the interpreter of torchrun and its ranks: this process's own, a staged copy's, or the user's, which may
-    be in a container."""
-    standby: Standby
-    """The torchrun that waits for this node's next round."""
 
 
 def prepare_round(node: NodeAttempt, monitor: NodeMonitor, setup: RankSetup, *, is_checked: bool = False) -> None:
@@ -107,7 +74,7 @@ class _NextTorchrun:
     """Starts the torchrun of the next round during a round, so that the next round does not wait for its imports.
 
     After a preflight, the next round is certain. Otherwise, it is possible if the job can go on without a node: that
-    torchrun waits as long as this round lasts, unless memory becomes short.
+    torchrun waits as long as this round lasts.
     """
 
     def __init__(
@@ -116,23 +83,18 @@ class _NextTorchrun:
         self._node, self._monitor, self._stop, self._setup = node, monitor, stop, setup
         self._is_certain = directive.preflight
         may_lose_nodes = node.allocation.num_nodes > node.spec.fewest_to_continue and not node.attempt.start_once
-        self._is_due, self._waits = self._is_certain or may_lose_nodes, False
+        self._is_due = self._is_certain or may_lose_nodes
         self._next = time.monotonic() + (0.0 if self._is_certain else _SETTLED_SECONDS)
 
     def poll(self) -> None:
-        """Start the torchrun when it is due and the node has the memory. End it for good if memory becomes short."""
-        if self._stop or time.monotonic() < self._next or not (self._is_due or self._waits):
+        """Start the torchrun when it is due and the node has the memory."""
+        if self._stop or time.monotonic() < self._next or not self._is_due:
             return
         self._next = time.monotonic() + _MEMORY_SECONDS
         with contextlib.suppress(OSError):
-            available = available_memory_bytes()
-            if self._is_due and (self._is_certain or available > _STANDBY_BYTES):
-                self._is_due, self._waits = False, not self._is_certain
+            if self._is_certain or available_memory_bytes() > _STANDBY_BYTES:
+                self._is_due = False
                 prepare_round(self._node, self._monitor, self._setup, is_checked=True)
-            elif self._waits and available < _STANDBY_BYTES // 2:
-                self._waits = False
-                self._setup.standby.close()
-                log(f"memory is short on {self._node.host}: no torchrun waits for the loss of a node")
 
 
 def run_round(
@@ -179,7 +141,8 @@ def run_round(
                     torchrun.kill(_LEAVE_SECONDS)
                     return 1
             time.sleep(_POLL_SECONDS)
-        monitor.finish_round()
+        # The coordinator must know how the ranks ended before it learns that torchrun has ended.
+        monitor.poll(now=True)
         return torchrun.exit_code
 
 
@@ -235,26 +198,8 @@ def _command(
         num_nodes=len(directive.members), host=directive.host, port=directive.port,
         node=directive.members.index(allocation.node_rank), ports=spec.network.ports,
     )  # fmt: skip
-    threads = threads_per_rank(allocation, resources.ranks_per_node)
-    environment = rank_environment(
-        _base_environment(spec, python),
-        allocation,
-        resources.gpus_per_node.count,
-        address,
-        threads,
-        spec.network.interface,
-    )
-    environment |= RANK_VARIABLES[spec.device]
-    environment |= _rank_variables(node, setup.data, node_dir)
-    if node.on_slurm:
-        environment |= node_lists(allocation.hostnames, directive.members)
-    # Use the user's own PYTHONPATH, with the additions of --setup and without our packages.
-    own_path = environment.pop(PYTHONPATH, environment.get("PYTHONPATH", ""))
-    path = [] if spec.container else users_pythonpath(own_path, run.packages)
     program, code = _program(node, directive), spec.code_directory(run)
     first = [entry.format(code=code, packages=run.packages) for entry in program.import_path]
-    if first:
-        environment["PYTHONPATH"] = ":".join([*first, *path])
     wrapper = [str(PROCESS_WRAPPER), "rank", str(logs), str(node_dir.path)]
     places = {
         "run_dir": run.path, "attempt": number, "torchrelay_node_dir": node_dir.path,
@@ -266,7 +211,6 @@ def _command(
         preload += top_level.imports
         if top_level.prepares_imports:
             wrapper, preload = [python, "-S", *wrapper, python, "-P", str(PROCESS_WRAPPER), "own"], ()
-    environment = {**rank_variables(run, spec), **environment, PRELOAD: ",".join(preload)}
     words, restarts = [*wrapper, *words], 0 if spec.recovery.start_once else MAX_RESTARTS
     argv = torchrun_argv(rendezvous, resources.ranks_per_node, address, python, words, restarts)
     if spec.container is not None:
@@ -277,20 +221,8 @@ def _command(
         # The wrapper runs again in the container: torchrun must end with it, and must ignore Slurm's signals.
         wrapped = [python, "-S", str(PROCESS_WRAPPER), "torchrun", *argv]
         argv = _in_container(node, Path(spec.container), wrapped, mounts)
-    return argv, torchrun_environment(rendezvous, environment)
-
-
-def _rank_variables(node: NodeAttempt, data: Path | None, node_dir: NodeDir) -> dict[str, str]:
-    """Return the environment variables by which a program gets its paths, the attempt and the stop signal."""
-    return {
-        RUN_DIR: str(node.run.path),
-        ATTEMPT: str(node.attempt.attempt),
-        PROTOCOL: this_rank.PROTOCOL,
-        NEXT_CLAIM: str(ledger.claim_file(node.run, node.attempt.attempt + 1)),
-        SNAPSHOTS: str(node_dir.snapshots),
-        **({DATA: str(data)} if data else {}),
-        **({STOP_SIGNAL: node.spec.stop_signal} if node.spec.stop_signal else {}),
-    }
+    environment = round_environment(node, directive, setup, node_dir, address, first)
+    return argv, torchrun_environment(rendezvous, environment, preload)
 
 
 def _in_container(node: NodeAttempt, image: Path, program: list[str], mounts: list[Path]) -> list[str]:
@@ -301,90 +233,3 @@ def _in_container(node: NodeAttempt, image: Path, program: list[str], mounts: li
     if not image.exists():
         raise TorchrelayError(f"{node.host} does not have {image}, the image of --container")
     return container.inside(engine, image, program, mounts, node.spec.start_directory(node.run))
-
-
-def _base_environment(spec: RunSpec, python: str) -> dict[str, str]:
-    """Return this process's variables for the ranks. Outside a container, activate the environment of `python`."""
-    if spec.container:
-        return {name: value for name, value in os.environ.items() if name not in _OF_AN_ENVIRONMENT}
-    return environment_of(python)
-
-
-def rank_environment(
-    base: Mapping[str, str], allocation: NodeAllocation, num_gpus: int, address: str, threads: int,
-    interface: str | None = None,
-) -> dict[str, str]:  # fmt: skip
-    """Return the environment of this node's ranks, without torchrun's own variables."""
-    # A hung rank gets SIGABRT: Python then prints its stacks.
-    changes = {"PYTHONFAULTHANDLER": "1"}
-    chosen = {
-        "OMP_NUM_THREADS": str(threads),
-        # Idle threads of OpenMP spin for milliseconds and slow all processes on their cores: two runs at once become
-        # six times slower. On its own cores a small model gains 17 % from spinning (docs/explanation/performance.md).
-        "OMP_WAIT_POLICY": None if allocation.has_own_cores else "passive",
-        # By default gloo publishes the address of this node's name, which is 127.0.1.1 on many systems.
-        "GLOO_SOCKET_IFNAME": interface or interface_of(address),
-    }
-    if interface:
-        chosen["NCCL_SOCKET_IFNAME"] = f"={interface}"
-    changes |= {name: value for name, value in chosen.items() if value and name not in base}
-    visible = base.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if allocation.cluster == "local" and len(visible) == num_gpus * allocation.num_nodes:
-        first = allocation.node_rank * num_gpus
-        changes["CUDA_VISIBLE_DEVICES"] = ",".join(visible[first : first + num_gpus])
-    # Hide all GPUs from a run without GPUs: on some clusters it could use the GPUs of other jobs. If Slurm has still
-    # given it one, such as a part of a GPU (--sbatch gres=shard:1), `base` names that GPU and overrides this.
-    hidden = {} if num_gpus else {"CUDA_VISIBLE_DEVICES": ""}
-    return {**hidden, **base, **changes}
-
-
-def threads_per_rank(allocation: NodeAllocation, num_ranks: int) -> int:
-    """Share the usable CPUs among the machine's ranks, `num_ranks` per node. Returns the threads per rank, at least 1.
-
-    Raises:
-        TorchrelayError: this process may use fewer cores than the job was given.
-    """
-    usable, machine = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    if allocation.cpus is not None and usable < min(allocation.cpus, machine):
-        raise TorchrelayError(
-            f"{allocation.host} lets the job use {usable} of the {allocation.cpus} CPUs it asked for: the job "
-            "inherited the CPU binding of another job's shell; type `unset SLURM_CPU_BIND` before sbatch, or submit "
-            "with hpc submit"
-        )
-    # Without binding, a process may use the cores of other jobs as well.
-    usable = min(usable, allocation.cpus or usable)
-    sharing = num_ranks * (allocation.num_nodes if allocation.cluster == "local" else 1)
-    return max(1, usable // sharing)
-
-
-def environment_of(python: str) -> dict[str, str]:
-    """Return this process's variables for the interpreter `python`, with its venv or conda environment active."""
-    return activated_environment(os.environ, python) if is_environment(python) else dict(os.environ)
-
-
-def activated_environment(base: Mapping[str, str], python: str, prefix: str = sys.prefix) -> dict[str, str]:
-    """Return `base` with the Python environment of the interpreter `python` active instead of the one at `prefix`.
-
-    Entries of PATH and LD_LIBRARY_PATH below `prefix` become the same paths in the new environment.
-    """
-    copy = str(Path(python).parent.parent)
-    if copy == prefix:
-        return dict(base)
-    changes = {name: _replace_prefix(base[name], prefix, copy) for name in ("PATH", "LD_LIBRARY_PATH") if name in base}
-    others = (entry for entry in changes.get("PATH", "").split(":") if entry not in {f"{copy}/bin", ""})
-    changes["PATH"] = ":".join([f"{copy}/bin", *others])
-    is_conda = base.get("CONDA_PREFIX") == prefix or Path(copy, "conda-meta").is_dir()
-    others_active = {name for name in ("CONDA_PREFIX", "VIRTUAL_ENV") if base.get(name) == prefix}
-    kept = {name: value for name, value in base.items() if name not in {"PYTHONHOME", *others_active}}
-    return {**kept, **changes, "CONDA_PREFIX" if is_conda else "VIRTUAL_ENV": copy}
-
-
-def is_environment(python: str) -> bool:
-    """Return whether an interpreter is in a venv or conda environment, not of the system or an environment module."""
-    prefix = Path(python).parent.parent
-    return Path(prefix, "pyvenv.cfg").is_file() or Path(prefix, "conda-meta").is_dir()
-
-
-def _replace_prefix(path: str, old: str, new: str) -> str:
-    entries = path.split(":")
-    return ":".join(new + entry.removeprefix(old) if f"{entry}/".startswith(f"{old}/") else entry for entry in entries)

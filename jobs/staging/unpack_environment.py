@@ -16,7 +16,7 @@ from hpc.run.events.kinds import EnvironmentStaged
 from hpc.sources.python_environment import EnvironmentDescription
 from hpc.sources.source_files import inside_name
 from jobs.node_attempt import log
-from jobs.ranks.round import activated_environment
+from jobs.ranks.rank_environment import activated_environment
 from jobs.staging.copy_progress import CancellableWait, Watch, stop_if
 from jobs.staging.node_staging import NodeStaging
 from jobs.staging.stager import NoRoomError

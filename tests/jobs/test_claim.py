@@ -45,17 +45,6 @@ def test_agents_that_join_read_no_files_of_other_nodes(tmp_path: Path) -> None:
     assert (joined.attempt, joined.port) == (1, 1)
 
 
-def test_lost_attempt_lasted_until_its_last_heartbeat(tmp_path: Path) -> None:
-    began = time.time() - 3600
-    run = run_with_a_lost_attempt(tmp_path, "local", began)
-    run.alive.touch()
-    os.utime(run.alive, (began + 3000,) * 2)
-    assert claim.claim_next(run, allocation("local"), 1, "m").attempt == 2
-    lost = attempts_of(ledger.read(run.events))[0]
-    assert lost.cause == "lost"
-    assert lost.ended == pytest.approx(began + 3000, abs=60), "it ran for 3000 s without an event"
-
-
 def test_heartbeat_of_the_attempt_before_is_none_of_a_lost_one(tmp_path: Path) -> None:
     began = time.time() - 3600
     run = run_with_a_lost_attempt(tmp_path, "local", began)
@@ -63,21 +52,6 @@ def test_heartbeat_of_the_attempt_before_is_none_of_a_lost_one(tmp_path: Path) -
     os.utime(run.alive, (began - 3000,) * 2)
     claim.claim_next(run, allocation("local"), 1, "m")
     assert attempts_of(ledger.read(run.events))[0].ended == began
-
-
-def test_controller_that_is_away_is_waited_for(
-    tmp_path: Path, slurm_command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = run_with_a_lost_attempt(tmp_path, "slurm", time.time() - 3600)
-    slurm_command("sinfo", "echo 'gpu01|down'")
-    slurm_command("squeue", f"test -e {tmp_path}/back && exit 0; touch {tmp_path}/back; {AWAY}")
-    monkeypatch.setattr(node_attempt, "_RETRY_SECONDS", 0.1)
-    assert claim.claim_next(run, allocation("slurm"), 1, "m").attempt == 2
-    lost = attempts_of(ledger.read(run.events))[0]
-    assert (lost.cause, lost.detail) == (
-        "node_failure",
-        "the job ended, and its agents recorded no reason (was a node lost?); down: gpu01",
-    )
 
 
 def test_controller_that_stays_away_is_an_error(

@@ -120,10 +120,13 @@ def node(tmp_path: Path, slurm_command: Command, monkeypatch: pytest.MonkeyPatch
     )  # fmt: skip
 
 
-def test_job_is_requeued_once_though_its_events_cannot_be_read_then(node: NodeAttempt, slurm_command: Command) -> None:
-    """They would name the nodes that it avoids."""
-    log, events = node.run.path / "scontrol", node.run.events
-    slurm_command("scontrol", f'echo "$@" >> {log}; mv {events} {events}-gone; touch {events}')
+def test_job_is_requeued_once_though_slurm_does_not_list_the_nodes_then(
+    node: NodeAttempt, slurm_command: Command
+) -> None:
+    """The job cannot avoid a node without that list."""
+    log = node.run.path / "scontrol"
+    slurm_command("scontrol", f'echo "$@" >> {log}')
+    slurm_command("sinfo", "exit 1")
     assert start_next_attempt(to_requeue(node), LostNodes(bad=["gpu02"]))
     assert log.read_text() == "requeue 7\n"
 
@@ -150,12 +153,6 @@ def test_refusals_of_all_are_final(
     assert (tmp_path / "ended").exists()
     assert recorded(node, "not_continued")
     assert f"type hpc resume {node.run.path}" in capsys.readouterr().out
-
-
-def test_controller_that_is_away_is_asked_again(node: NodeAttempt, slurm_command: Command, tmp_path: Path) -> None:
-    slurm_command("scontrol", f"test -e {tmp_path}/back && exit 0; touch {tmp_path}/back; {AWAY}")
-    start_next_attempt(to_requeue(node), LostNodes())
-    assert recorded(node, "requeued")
 
 
 @pytest.fixture

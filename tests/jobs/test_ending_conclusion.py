@@ -1,18 +1,15 @@
 """What the first node's agent records when an attempt ends, and whether and where the run goes on; without Slurm."""
 
 import time
-from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
 from support.cluster import Command
 from support.ended_attempts import HOSTS, RUNNING, TRAINING, AnsweringSlurm, EndedAttemptMaker
-from support.events import attempt_ended, cancelled, claimed, event, joined, recorded, records_in, write_events
+from support.events import event, joined, recorded, records_in
 
 from hpc.base.files import append_json_line
 from hpc.run.causes import Cause
-from hpc.run.events import ledger
-from hpc.run.events.attempts import attempts_of
 from hpc.run.events.kinds import AttemptEnded, NodeLost, Resubmitted
 from hpc.run.nodedir import HeldNodeDir
 from hpc.run.spec import Recovery
@@ -119,16 +116,6 @@ def test_last_step_is_the_furthest_that_is_known(
     assert failed.end["step"] == found
 
 
-def test_same_failure_twice_is_final(ended: EndedAttemptMaker, slurm: AnsweringSlurm) -> None:
-    first = attempt_ended(cause="crashed", step=20, signature="s")
-    failed = ended(first, claimed(attempt=2, nodes=HOSTS), **TRAINING)
-    failed.node = replace(failed.node, attempt=attempts_of(ledger.read(failed.run.events))[1])
-    failed.fails()
-    assert failed.conclude() == 1
-    assert failed.end["cause"] == "crashed"
-    assert slurm.asked == []
-
-
 @pytest.mark.parametrize(
     ("signal", "job", "cause", "exit_code", "asked"),
     [
@@ -191,15 +178,6 @@ def test_job_that_is_cancelled_while_slurm_preempts_it_stays_cancelled(
     (cancelled.run.logs / "7_0_log.out").write_text(log)
     assert cancelled.conclude() == 1
     assert cancelled.end["cause"] == "cancelled"
-    assert slurm.asked == []
-
-
-def test_cancelled_run_stays_cancelled(ended: EndedAttemptMaker, slurm: AnsweringSlurm) -> None:
-    stopped = ended()
-    write_events(stopped.run, cancelled(), file=stopped.run.cancellation.name)
-    stopped.fails()
-    assert stopped.conclude() == 1
-    assert stopped.end == {"cause": "cancelled", "step": None}
     assert slurm.asked == []
 
 
@@ -294,14 +272,6 @@ def test_snapshot_that_cannot_be_saved_stays_in_memory(
     assert not recorded(failed.node, "snapshot_saved")
 
 
-def test_attempt_that_is_not_the_newest_saves_no_snapshot(ended: EndedAttemptMaker, saved: list[Any]) -> None:
-    old = ended()
-    write_events(old.run, claimed(attempt=2, nodes=HOSTS, job_id="8"), file="attempt-002-node-00.jsonl")
-    ending.save_snapshot(old.node, old.monitor.node_dir)
-    assert not saved
-    assert old.node.has_unsaved_snapshot.is_set()
-
-
 # --- an agent that has failed ---
 
 
@@ -342,13 +312,6 @@ def test_nodes_that_the_next_job_avoids_after_a_failed_agent(
     assert avoided == ([excluded] if excluded else [])
     assert failed.end.get("signature") == (None if cause is Cause.LOST else "x")
     assert failed.end["step"] is None, "a script has none"
-
-
-def test_failed_agent_leaves_an_end_that_others_have_recorded(ended: EndedAttemptMaker, slurm: AnsweringSlurm) -> None:
-    late = ended()
-    assert ending.record_end(late.node, AttemptEnded(attempt=1, cause=Cause.NODE_FAILURE))
-    assert ending.conclude_failed_agent(late.node, Cause.CRASHED, "x") == 1
-    assert slurm.asked == []
 
 
 @pytest.mark.parametrize("is_done", [False, True])

@@ -189,14 +189,15 @@ def test_script_has_the_files_around_it_and_the_run_keeps_what_it_writes(site: S
     flags, words = ("--runs-dir=../../runs", "--wait", "--json"), ("train.py", str(project.path))
     done = project.hpc("submit", LOCAL, "--nodes=1", "--gpus-per-node=1", "--name=own", *flags, "--", *words)
     failed, run = json.loads(done.stdout)["status"], RunDir(site.path / "runs/own")
-    assert [attempt["cause"] for attempt in failed["attempts"]] == ["bad_input"]
+    assert [attempt["cause"] for attempt in failed["attempts"]] == ["crashed"]
     assert f"{project.path}/late.txt exists, but not in the run's code" in failed["detail"]
     assert failed["written"] == [{"path": f"{run.code}/project/checkpoints/", "files": 1}]
     (project.path / "train.py").write_text(READS_AND_WRITES + "print('corrected')\n")
     done = project.hpc("resume", "own", "--new-code", *flags)
     assert json.loads(done.stdout)["status"]["state"] == "completed", done.stdout + done.stderr
     starts = [log.read_text().splitlines() for log in sorted(run.logs.glob("attempt-*/rank-00.log"))]
-    assert [line for lines in starts for line in lines if "start at" in line] == ["start at 0", "start at 50"]
+    began = [line for lines in starts for line in lines if "start at" in line]
+    assert began == ["start at 0", "start at 50", "start at 50"], "the same failure twice ends the run"
     assert starts[-1][-1] == "corrected"
     assert project.hpc("clean", "own", "--runs-dir=../../runs", "--yes").returncode == 0
     assert not run.path.exists()

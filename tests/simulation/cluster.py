@@ -414,7 +414,7 @@ class _Signal(StandIn):
 
 
 class _Nothing:
-    """Stands for what has no effect on the recovery: comments, metrics."""
+    """Stands for what has no effect on the recovery: metrics."""
 
     def __enter__(self) -> None:
         return None
@@ -536,10 +536,9 @@ _REPLACED: dict[str, Any] = {
     "jobs.control.channel.log": _log,
     "jobs.control.coordinator.log": _log,
     "jobs.control.silent_nodes.log": _log,
-    "jobs.control.agent_clock._TICK_SECONDS": 1.0,
+    "jobs.control.channel._TICK_SECONDS": 1.0,
     "jobs.agent.HeldNodeDir": _HeldNodeDir,
     "jobs.agent.NodeStaging": _NodeStaging,
-    "jobs.agent.commenting": lambda _node: _Nothing(),
     "jobs.agent.sending": lambda _node: _Nothing(),
     "jobs.agent.find_allocation": _allocation,
     "jobs.agent.first_node_hosts": lambda head, _addresses, _interface: [head],

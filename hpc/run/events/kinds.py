@@ -234,13 +234,6 @@ class NodeFailed(Event, frozen=True, kw_only=True):
     detail: str | None = None
 
 
-class NotForked(Event, frozen=True, kw_only=True):
-    """Each rank of a node started a Python of its own, because forks of torchrun cannot use the GPUs there."""
-
-    node: str
-    detail: str
-
-
 class NodeLost(Event, frozen=True, kw_only=True):
     """The first node's agent has lost contact with a node, or another agent has lost contact with the first node."""
 

@@ -9,6 +9,7 @@ A count begins at 0 in each process: which state the script has restored is unkn
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -20,9 +21,10 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 _OPTIMIZER = "torch.optim.optimizer"
-# The process id, the rank, and the number of steps. The number is whole at any time: 8 bytes are written at once.
-_LAYOUT = Struct("=3q")
-_STEPS = 2
+# The process id, the rank, the number of steps, and when the first and the last one ended, in nanoseconds. The number
+# of steps is whole at any time: 8 bytes are written at once.
+_LAYOUT = Struct("=5q")
+_STEPS, _FIRST, _LAST = 2, 3, 4
 _UNKNOWN = -1
 
 
@@ -37,6 +39,13 @@ class StepCount(NamedTuple):
     pid: int
     rank: int
     steps: int
+    first: int = 0
+    last: int = 0
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Mean seconds per step; None before the second one."""
+        return (self.last - self.first) / (self.steps - 1) / 1e9 if self.steps > 1 else None
 
 
 def read_count(heartbeat: str) -> StepCount | None:
@@ -83,6 +92,8 @@ class StepCounter:
             self._stepped.clear()
         if not self._stepped:
             self._words[_STEPS] = self._done = _UNKNOWN if _is_recorded() else self._done + 1
+            self._words[_LAST] = time.monotonic_ns()
+            self._words[_FIRST] = self._words[_FIRST] or self._words[_LAST]
         self._stepped.add(id(optimizer))
 
 

@@ -9,7 +9,6 @@ from support.cluster import Command
 from support.events import resources_of, script_spec
 
 from hpc.run.causes import Cause
-from hpc.run.events.history import History
 from hpc.run.events.kinds import AttemptEnded, Event, Interrupted, NodeFailed, NodeReturned
 from hpc.run.rundir import RunDir
 from hpc.slurm import bad_nodes, handover
@@ -40,7 +39,10 @@ def test_a_failure_of_the_program_says_nothing_about_its_node(tmp_path: Path, ca
 
 
 def test_a_run_that_fails_on_each_node_is_itself_to_blame(tmp_path: Path) -> None:
-    assert learnt(tmp_path, "one", failed("gpu01"), failed("gpu02")) == []
+    assert learnt(tmp_path, "one", failed("gpu01"), failed("gpu02"), failed("gpu05", Cause.LOST)) == []
+    assert {bad.node for bad in bad_nodes.known(tmp_path, "one")} == {"gpu01", "gpu02", "gpu05"}, (
+        "it avoids them itself"
+    )
     assert learnt(tmp_path, "two", failed("gpu02")) == ["gpu02"]
     lost = [failed(node, Cause.NODE_FAILURE) for node in ("gpu03", "gpu04")]
     assert set(learnt(tmp_path, "three", *lost)) == {"gpu02", "gpu03", "gpu04"}
@@ -79,6 +81,6 @@ def test_a_job_avoids_them_if_enough_other_nodes_are_left(tmp_path: Path, slurm_
 
     def excluded(nodes: str) -> list[str]:
         spec = script_spec(resources=resources_of(nodes=nodes))
-        return handover.nodes_to_exclude(RunDir(tmp_path / "new"), spec, History())
+        return handover.nodes_to_exclude(RunDir(tmp_path / "new"), spec)
 
     assert [excluded(nodes) for nodes in "123"] == [["gpu02", "gpu01"], ["gpu02"], []]

@@ -29,11 +29,11 @@ from hpc.base.files import append_json_line
 from hpc.run.causes import Cause
 from hpc.run.events.attempts import Attempt
 from hpc.run.events.history import History
-from hpc.run.events.kinds import AttemptEnded, Event, NodeLost, NodeReturned, RankFailed, Resubmitted
+from hpc.run.events.kinds import AttemptEnded, NodeFailed, Resubmitted
 from hpc.run.events.ledger import EventWriter
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
-from hpc.slurm import handover
+from hpc.slurm import bad_nodes, handover
 from training.config.train_config import TrainConfig
 
 CLAIM = """
@@ -220,51 +220,24 @@ def test_without_the_failed_nodes_means_with_those_that_the_user_excludes(run: R
     assert handover.submit_next_job(run, spec_of(exclude="gpu04"), ["gpu04", "gpu02"], []) == "9"
 
 
-HOUR = 3600.0
-
-
-def lost(node: str, hours_ago: float) -> Event:
-    return NodeLost(time=-hours_ago * HOUR, node=node)
-
-
-def returned(node: str, hours_ago: float) -> Event:
-    return NodeReturned(time=-hours_ago * HOUR, node=node)
-
-
-def failed_rank(cause: str) -> Event:
-    return RankFailed(time=-HOUR, node="gpu01", cause=cause, rank=0, round=1, failed_at=1.0)
-
-
-def ended(node: str | None, cause: str) -> Event:
-    return AttemptEnded(time=-HOUR, attempt=1, node=node, cause=cause)
-
-
 @pytest.mark.parametrize(
-    ("events", "failed", "expected"),
+    ("known", "failed", "expected"),
     [
         ([], ["gpu02"], ["gpu02"]),
-        ([lost("gpu01", 5.9)], [], ["gpu01"]),
-        ([lost("gpu01", 6.1)], [], []),
-        ([failed_rank("bad_node")], [], ["gpu01"]),
-        ([ended("gpu01", "node_failure")], [], ["gpu01"]),
-        ([failed_rank("crashed")], [], []),
-        ([ended(None, "lost")], [], []),
-        ([lost("gpu01", 2), returned("gpu01", 1)], [], []),
-        ([returned("gpu02", 1), lost("gpu01", 2)], [], ["gpu01"]),
         # The job needs two of five nodes, of which one is down.
-        ([lost(f"gpu0{n}", 5 - n) for n in (1, 2, 3)], [], ["gpu03", "gpu02"]),
-        ([lost("gpu01", 1)], ["gpu02", "gpu03"], ["gpu02", "gpu03"]),
-        ([lost("gpu01", 1)], ["gpu02", "gpu03", "gpu04"], []),
-        ([lost("gpu05", 1), lost("gpu01", 2)], ["gpu02"], ["gpu02", "gpu01"]),
+        (["gpu01", "gpu02", "gpu03"], [], ["gpu03", "gpu02"]),
+        (["gpu01"], ["gpu02", "gpu03"], ["gpu02", "gpu03"]),
+        (["gpu01"], ["gpu02", "gpu03", "gpu04"], []),
+        (["gpu05", "gpu01"], ["gpu02"], ["gpu02", "gpu01"]),
     ],
 )  # fmt: skip
 def test_next_job_excludes_as_many_of_the_failed_nodes_as_it_can(
-    tmp_path: Path, slurm_command: Command, events: list[Event], failed: list[str], expected: list[str]
+    run: RunDir, slurm_command: Command, known: list[str], failed: list[str], expected: list[str]
 ) -> None:
     slurm_command("sinfo", "for n in 1 2 3 4; do echo \"gpu0$n|gpu*|idle\"; done; echo 'gpu05|gpu*|down'")
-    # Their times are relative to now, which is later than when this module was imported.
-    dated = [changed(one, time=one.time + time.time()) if one.time < 0 else one for one in events]
-    assert handover.nodes_to_exclude(RunDir(tmp_path), spec_of(nodes="2"), History(dated), failed) == expected
+    for node in known:
+        bad_nodes.learn(run, NodeFailed(node=node, cause=Cause.BAD_NODE))
+    assert handover.nodes_to_exclude(run, spec_of(nodes="2"), failed) == expected
 
 
 def test_nodes_that_the_user_excludes_are_not_among_those_that_are_left(run: RunDir, slurm_command: Command) -> None:
@@ -273,7 +246,7 @@ def test_nodes_that_the_user_excludes_are_not_among_those_that_are_left(run: Run
     spec = spec_of(nodes="1", partition="big", exclude="gpu0[3-4]")
 
     def excluded(*failed: str) -> list[str]:
-        return handover.nodes_to_exclude(run, spec, History(), failed)
+        return handover.nodes_to_exclude(run, spec, failed)
 
     assert excluded() == ["gpu0[3-4]"]
     assert excluded("gpu01") == ["gpu0[3-4]", "gpu01"]

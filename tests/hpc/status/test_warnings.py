@@ -66,8 +66,6 @@ def test_without_a_known_grace_there_is_nothing_to_compare_with() -> None:
          "ranks 1, 3 ended with exit code 0 while the other ranks run"),
         (event("slow_rank", 5.0, attempt=1, rank=3, node="gpu02", busy_seconds=0.25, median_seconds=0.1),
          "rank 3 on gpu02 needs 0.25 s per step, the others 0.1 s"),
-        (event("not_forked", 5.0, attempt=1, node="gpu02", detail="torch 9 had queried the GPUs"),
-         "ranks on gpu02 start seconds later than necessary: torch 9 had queried the GPUs; "),
         (event("snapshot_off", 5.0, attempt=1, reason="/dev/shm has 60 MB free"),
          "snapshots are off: /dev/shm has 60 MB free"),
         (attempt_ended(5.0, "no_space"), "free some space"),

@@ -10,4 +10,4 @@ from jobs.node_attempt import NodeAttempt
 def attempt(node: NodeAttempt, monkeypatch: pytest.MonkeyPatch) -> AttemptMaker:
     """Makes one; its arguments are those of CoordinatedAttempt."""
     clock = Clock(monkeypatch)
-    return lambda *events, **spec: CoordinatedAttempt(node, clock, *events, **spec)
+    return lambda *events, of=node, **spec: CoordinatedAttempt(of, clock, *events, **spec)

@@ -10,7 +10,7 @@ import pytest
 from support.cluster import ROOT
 
 from hpc.run.nodedir import NodeDir
-from jobs.ranks.torchrun_command import PROCESS_WRAPPER
+from jobs.ranks.torchrun import PROCESS_WRAPPER
 
 # As torchrun does it with --run-path: it has imported torch, its fork becomes a wrapper, which forks the rank.
 TORCHRUN = "import runpy, sys, torch; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"

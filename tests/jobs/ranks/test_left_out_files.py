@@ -1,4 +1,4 @@
-"""What a script misses that the user's directory has: the run ends after one start and says what to type."""
+"""What a script misses that the user's directory has: the run that fails for it says what to type."""
 
 import shutil
 from collections.abc import Callable

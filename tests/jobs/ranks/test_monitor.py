@@ -7,26 +7,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
-from support.events import script_spec
 from support.staging_nodes import hanging
 from support.waiting import wait_for
 
 from hpc.base.kernel import children
-from hpc.run.causes import Cause
-from hpc.run.code_files import CodeFiles
 from hpc.run.nodedir import HeldNodeDir
 from jobs import node_attempt
 from jobs.control.channel import ControlServer
 from jobs.node_attempt import NodeAttempt
 from jobs.ranks import monitor
-from jobs.ranks.input_check import InputCheck
 from jobs.ranks.monitor import NodeMonitor
-from jobs.ranks.torchrun_command import PROCESS_WRAPPER
+from jobs.ranks.torchrun import PROCESS_WRAPPER
 from jobs.stop_request import StopRequest
 
 FAILED = {
@@ -52,26 +46,6 @@ def test_rank_whose_node_emptied_the_memory_still_says_how_it_failed(
     ranks.poll()
     assert [failure.rank for failure in channel.status.failures] == [3]
     assert capsys.readouterr().out.count("was emptied, and its snapshots are lost") == 1
-    channel.close()
-
-
-def test_missing_file_of_the_user_is_reported_without_a_check_of_the_staged_copy(
-    node: NodeAttempt, held: HeldNodeDir, tmp_path: Path
-) -> None:
-    (node.run.code / ".torchrelay").mkdir(parents=True)
-    (tmp_path / "late.csv").touch()
-    CodeFiles(root=str(tmp_path), copied={}, linked=()).save(node.run.code)
-    node.run.events.mkdir()
-    channel = ControlServer("secret", 1)
-    ranks = NodeMonitor(replace(node, spec=script_spec("train.py")), held, channel, StopRequest())
-    checks = list[int]()
-    ranks.input_check = InputCheck(lambda: checks.append(1) or 0)
-    (held.files.exits / "1-0.json").write_text(json.dumps(FAILED))
-    ranks.finish_round()
-    [failure] = channel.status.failures
-    assert failure.cause is Cause.BAD_INPUT
-    assert f"{tmp_path}/late.csv exists, but not in the run's code" in failure.detail
-    assert not checks
     channel.close()
 
 

@@ -12,11 +12,11 @@ from hpc.base.transport import pick_port
 from hpc.run.budget import rank_signature
 from hpc.run.events.kinds import RankFailed
 from hpc.run.nodedir import NodeDir
-from jobs.control.agent_clock import AgentClock
+from jobs.control.channel import AgentClock
 from jobs.control.root_failure import RootFailure
 from jobs.ranks.monitor import LocalRanks
-from jobs.ranks.torchrun import Torchrun
-from jobs.ranks.torchrun_command import PROCESS_WRAPPER, Rendezvous, torchrun_argv, torchrun_environment
+from jobs.ranks.rank_environment import torchrun_environment
+from jobs.ranks.torchrun import PROCESS_WRAPPER, Rendezvous, Torchrun, torchrun_argv
 
 pytestmark = pytest.mark.slow
 # At each start, rank 1 fails in the next way and rank 0 loses its peer.

@@ -1,14 +1,10 @@
 from dataclasses import replace
 
 from hpc.base.transport import pick_port
-from jobs.ranks.torchrun_command import Rendezvous, torchrun_argv, torchrun_environment
+from jobs.ranks.rank_environment import torchrun_environment
+from jobs.ranks.torchrun import Rendezvous, torchrun_argv
 
 MEETING = Rendezvous(run="r", attempt=1, secret="n", round=1, num_nodes=2, host="10.0.0.2", port=12345, node=0)
-
-
-def test_rendezvous_id_differs_by_attempt_and_round() -> None:
-    ids = {replace(MEETING, attempt=attempt, round=number).id for attempt in (1, 2) for number in (1, 2)}
-    assert len(ids) == 4
 
 
 def test_the_secret_is_in_torchruns_environment_and_not_in_its_arguments() -> None:

@@ -15,8 +15,8 @@ from hpc.base.errors import BadNodeError
 from hpc.base.kernel import process_state
 from hpc.base.transport import pick_port
 from hpc.run.nodedir import NodeDir
-from jobs.ranks.torchrun import Torchrun
-from jobs.ranks.torchrun_command import PROCESS_WRAPPER, Rendezvous, torchrun_argv, torchrun_environment
+from jobs.ranks.rank_environment import torchrun_environment
+from jobs.ranks.torchrun import PROCESS_WRAPPER, Rendezvous, Torchrun, torchrun_argv
 
 
 @pytest.fixture

@@ -17,11 +17,10 @@ from support.waiting import wait_for
 from hpc.base.environment import PARENT
 from hpc.base.kernel import children, process_state, steady_time
 from hpc.run.nodedir import NodeDir
-from jobs.control.agent_clock import AgentClock
+from jobs.control.channel import AgentClock
 from jobs.control.messages import RankStart
 from jobs.ranks.monitor import LocalRanks
-from jobs.ranks.torchrun import Torchrun, handles
-from jobs.ranks.torchrun_command import PROCESS_WRAPPER
+from jobs.ranks.torchrun import PROCESS_WRAPPER, Torchrun, handles
 
 # A pretended torchrun: its child, a wrapper, has a child, the rank.
 NESTED = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', {code!r}], start_new_session={new}))"
@@ -228,7 +227,6 @@ def test_rank_whose_parent_has_opened_a_gpu_starts_by_itself(tmp_path: Path, ran
     assert log.startswith(f"this rank imports torch itself, which takes longer: {reason}\n") == is_gpu
     arguments = [str(tmp_path / "program.py"), "--flag"]
     assert log.endswith(f"['-m', 'program', '--flag'] {arguments}\n"), "its program and arguments stay"
-    assert NodeDir(tmp_path).not_forked.exists() == is_gpu
     assert ranks.new_failures() == []
 
 

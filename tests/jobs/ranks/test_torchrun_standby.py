@@ -15,8 +15,8 @@ from hpc.base.kernel import children, has_name
 from hpc.base.transport import pick_port
 from hpc.run.nodedir import NodeDir
 from jobs.ranks import WRAPPER
-from jobs.ranks.torchrun import Standby
-from jobs.ranks.torchrun_command import PROCESS_WRAPPER, Rendezvous, torchrun_argv, torchrun_environment
+from jobs.ranks.rank_environment import torchrun_environment
+from jobs.ranks.torchrun import PROCESS_WRAPPER, Rendezvous, Standby, torchrun_argv
 
 SCRIPT = """
 import json, os, sys

@@ -30,8 +30,8 @@ from torch.distributed.elastic.rendezvous import (
 from hpc.base.environment import RESTARTS
 from hpc.base.kernel import process_state
 from hpc.base.transport import Limits, TransportError, connect, pick_port
-from jobs.ranks.torchrun import Torchrun
-from jobs.ranks.torchrun_command import Rendezvous, torchrun_argv, torchrun_environment
+from jobs.ranks.rank_environment import torchrun_environment
+from jobs.ranks.torchrun import Rendezvous, Torchrun, torchrun_argv
 from training.runtime import node_rendezvous
 from training.runtime.node_rendezvous import BACKEND, NodeRendezvous
 

@@ -17,7 +17,7 @@ from hpc.base.errors import TorchrelayError
 from hpc.run.rundir import RunDir
 from hpc.submissions.user_python import environment_archive
 from hpc.submissions.user_python.environment_archive import DIRECTORY, find_or_make
-from jobs.ranks.round import activated_environment
+from jobs.ranks.rank_environment import activated_environment
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from support.environments import BASE, SITE
 
 from hpc.base.errors import UserError
 from hpc.submissions.user_python.user_environment import check, resolve
-from jobs.ranks.round import activated_environment, is_environment
+from jobs.ranks.rank_environment import activated_environment, is_environment
 
 
 @pytest.fixture

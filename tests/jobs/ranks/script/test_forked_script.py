@@ -14,7 +14,7 @@ from support.cluster import ROOT
 
 from hpc.run.nodedir import NodeDir
 from jobs.ranks.rank_program import TopLevel
-from jobs.ranks.torchrun_command import PROCESS_WRAPPER
+from jobs.ranks.torchrun import PROCESS_WRAPPER
 
 # As torchrun does it: modules of ours are imported, multiprocessing forks the wrapper, which forks the rank.
 TORCHRUN = """

@@ -3,7 +3,7 @@ import sys
 
 from support.cluster import need
 
-from jobs.control.addresses import first_node_hosts, interface_of, own_addresses
+from jobs.control.channel import first_node_hosts, interface_of, own_addresses
 
 _TWO_INTERFACES = """
 ip link set lo up
@@ -16,7 +16,7 @@ ip -6 address add fd78::1/64 dev eth1 nodad
 exec "$@"
 """
 _ASK = """
-from jobs.control.addresses import interface_of, own_addresses
+from jobs.control.channel import interface_of, own_addresses
 print(own_addresses(), own_addresses("eth1"), own_addresses("eth2"), interface_of("10.1.0.1"), interface_of("fd78::1"))
 """
 
