@@ -60,7 +60,7 @@ def _sections(name: str) -> Iterator[str]:
 
 def _table(options: type[Any]) -> str:
     texts, rows = program.flag_texts(options), list[str]()
-    fields = [field for field in program.flags(options) if field.name not in {"json", "debug", "help_all"}]
+    fields = [field for field in program.offered(options) if field.name not in {"json", "debug", "help_all"}]
     of_submit = {field.name for field in program.flags(submit_flags())} & {field.name for field in fields}
     if options is submit_flags() or len(of_submit) < _MANY:
         of_submit = set()

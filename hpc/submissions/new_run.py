@@ -63,7 +63,7 @@ def start_run(
     # Nobody but the user may write to the files of the run (hpc.run.ownership). The job inherits this umask.
     os.umask(os.umask(0) | 0o022)
     run, spec = plan(options)
-    code = code or code_of(options, elsewhere=bool(spec.python or spec.container))
+    code = code or code_of(options)
     spec = dataclasses.replace(
         spec, program=code.program if code.script else spec.program, working_directory=code.working_directory,
         in_place=str(code.root) if code.in_place else None,

@@ -1,11 +1,11 @@
 """The flags of `hpc submit` and of everything that submits: `hpc fork`, the Python API. Runs on the login node."""
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, ClassVar, TypeVar, cast
 
 from hpc.base import flag_files, program
 from hpc.base.errors import UserError
@@ -80,6 +80,9 @@ class SubmitOptions(RunFlags, cli.Common):
       hpc submit -N 2 --gpus-per-node 4 -t 12h -- train.py --lr 0.1
       hpc submit job.sbatch --dry-run
     """
+
+    REFUSED: ClassVar[frozenset[str]] = frozenset()
+    """The fields whose flags a verb with these options refuses."""
 
     program: ProgramFlags
     """The program, with its own flags (`with_program`)."""
@@ -165,24 +168,21 @@ def run_verb(
     options: type[SubmitOptions],
     arguments: list[str],
     script: tuple[str, ...],
-    hidden: Collection[str] = (),
 ) -> int:
     """Run a verb that has the flags of a submission, completed by the user's defaults and files.
 
-    `--help` shows the everyday flags, and `--help-all` all flags, but never the `hidden` ones.
+    `--help` shows the everyday flags, and `--help-all` all flags.
     """
     kind, all_flags = kind_for(script), "--help-all" in arguments
     parsed = with_program(options, kind)
     if not script and not {"-h", "--help", "--help-all"}.isdisjoint(arguments):
         parsed = _for_help(parsed)
     rare = {field.name for field in program.flags(parsed) if not is_everyday(field.name)}
-    reading = cli.Reading(
-        complete=lambda typed: completed(typed, options, script),
-        refused=others(kind),
-        explain=sbatch_advice.explain,
-        shown=program.Help(hidden={*hidden, *(() if all_flags else rare)}),
-    )
-    return cli.run(work, parsed, name, ["--help"] if all_flags else arguments, reading)
+    return cli.run(
+        work, parsed, name, ["--help"] if all_flags else arguments,
+        complete=lambda typed: completed(typed, options, script), refused=others(kind), explain=sbatch_advice.explain,
+        hidden=() if all_flags else rare,
+    )  # fmt: skip
 
 
 def completed(typed: Mapping[str, Any], options: type[Options], script: tuple[str, ...] = ()) -> Options:

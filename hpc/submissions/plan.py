@@ -114,13 +114,11 @@ def _check_predecessors(run: RunDir, spec: RunSpec) -> None:
         raise UserError(f"run {run.name} would never begin: {error}") from error
 
 
-def code_of(options: SubmitOptions, *, elsewhere: bool) -> UserCode:
-    """Return the user's code. `elsewhere` says whether the script has a Python environment of its own.
-
-    Raises:
-        UserError: the code lacks the script.
-    """
-    flags = options.program
+def code_of(options: SubmitOptions) -> UserCode:
+    """Return the user's code. Raises UserError if it lacks the script."""
+    flags, has_own = options.program, options.python or options.container
+    # This process cannot see the modules of the script's own environment, be it typed or active.
+    elsewhere = bool(has_own or (not options.stage_env and user_environment.find_python()))
     return find_code(Path.cwd(), flags.script, options.runs_dir, elsewhere=elsewhere, in_place=flags.in_place)
 
 

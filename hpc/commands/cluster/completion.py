@@ -57,7 +57,7 @@ def completion(options: CompletionOptions) -> int:
             continue
         texts = program.flag_texts(options_of(command))
         # hpc evaluate has flags of its own in place of some of the program's.
-        for field in {field.name: field for field in program.flags(options_of(command))}.values():
+        for field in {field.name: field for field in program.offered(options_of(command))}.values():
             first, _, _ = " ".join(texts[field.name].split()).partition(". ")
             action = program.add_flag(parser, field, first.replace("%", "%%"))
             if field.type is not bool and not action.choices:

@@ -207,4 +207,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         asked = {"node": [], **typed} if "nodes" in typed else typed
         return program.build(DoctorOptions, with_defaults(asked, DoctorOptions))
 
-    return cli.run(doctor, DoctorOptions, "doctor", argv, cli.Reading(complete=complete, explain=explain))
+    return cli.run(doctor, DoctorOptions, "doctor", argv, complete=complete, explain=explain)

@@ -54,8 +54,6 @@ _SAME_TRAINING = (
     "amp",
     "head_hidden",
 )
-# Flags of `hpc submit` that the help omits: an evaluation has no script, no file of flags, and hardly any metrics.
-_NOT_FOR_EVALUATIONS = ("python", "container", "config", "tracker", "help_all")
 _IMAGES_PER_RANK = 256
 _TRIES = 3
 
@@ -72,6 +70,9 @@ class EvaluateOptions(SubmitOptions):
     The evaluation is a run, too: hpc status, hpc logs and hpc report show it. It uses one node. Other resources that
     you do not give, such as --partition and --gpus-per-node, are those of the evaluated run.
     """
+
+    # An evaluation has no script and no file of flags.
+    REFUSED = frozenset({"python", "container", "config", "help_all"})
 
     program: Annotated[Any, INTERNAL] = None  # `evaluate` makes it
     run: Annotated[str, POSITIONAL]
@@ -107,8 +108,10 @@ class Subject:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb."""
-    reading = cli.Reading(complete=options_of, explain=explain, shown=program.Help(hidden=_NOT_FOR_EVALUATIONS))
-    return cli.run(lambda options: show(evaluate(options), options), EvaluateOptions, "evaluate", argv, reading)
+    return cli.run(
+        lambda options: show(evaluate(options), options), EvaluateOptions, "evaluate", argv, complete=options_of,
+        explain=explain,
+    )  # fmt: skip
 
 
 def options_of(given: Mapping[str, Any]) -> EvaluateOptions:

@@ -47,6 +47,8 @@ class ForkOptions(SubmitOptions):
     of the other run's script. The metrics up to the checkpoint are copied into the new run as attempt 0.
     """
 
+    REFUSED = frozenset({"config", "help_all", *DEFAULT.FIXED})
+
     run: Annotated[str, POSITIONAL]
     """Directory or name of the other run, which may still be running."""
     name: Annotated[str | None, Flag(metavar="NAME", letter="-J")] = None
@@ -60,13 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb."""
     flags, arguments = split_script(list(sys.argv[1:] if argv is None else argv))
     inherited = {field.name for field in program.flags(ForkTraining)} - _OF_THE_FORK
-    reading = cli.Reading(
-        complete=lambda typed: options_of(typed, arguments),
-        refused=others(DEFAULT),
-        explain=explain,
-        shown=program.Help(hidden=(*_OF_NEW_TRAININGS, "help_all"), inherited=inherited),
-    )
-    return cli.run(lambda options: show(fork(options), options), ForkTraining, "fork", flags, reading)
+    return cli.run(
+        lambda options: show(fork(options), options), ForkTraining, "fork", flags,
+        complete=lambda typed: options_of(typed, arguments), refused=others(DEFAULT), explain=explain,
+        inherited=inherited,
+    )  # fmt: skip
 
 
 def options_of(given: Mapping[str, Any], arguments: Sequence[str] = ()) -> ForkOptions:

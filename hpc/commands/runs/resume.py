@@ -20,10 +20,10 @@ ResumeTraining = with_program(ResumeOptions, DEFAULT.ADJUSTABLE)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb."""
     of_the_run = {field.name for field in program.flags(ResumeTraining)} - _OF_THE_RESUMPTION
-    reading = cli.Reading(
-        complete=options_of, refused=(DEFAULT,), explain=explain, shown=program.Help(inherited=of_the_run)
-    )
-    return cli.run(resume, ResumeTraining, "resume", argv, reading)
+    return cli.run(
+        resume, ResumeTraining, "resume", argv, complete=options_of, refused=(DEFAULT,), explain=explain,
+        inherited=of_the_run,
+    )  # fmt: skip
 
 
 def resume(options: ResumeOptions) -> int:

@@ -10,10 +10,11 @@ from hpc.base.flags import Flag
 from hpc.base.units import Gpus, NodeRange
 from hpc.run.spec import Resources
 from hpc.studies.group import GroupDir
-from hpc.studies.members import common, user_code
+from hpc.studies.members import common
 from hpc.studies.scaling_study import Mode, ScalingDir, ScalingSpec, ScalingStudy, read_gpus, read_nodes, split_sizes
 from hpc.studies.study import main as run_study
 from hpc.submissions.options import SubmitOptions
+from hpc.submissions.plan import code_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,8 @@ class ScalingOptions(ScalingFlags, SubmitOptions):
     and hpc report accept NAME.
     """
 
+    REFUSED = frozenset({"dry_run", "wait"})
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb."""
@@ -72,7 +75,7 @@ def start(
 ) -> ScalingSpec:
     """Check the flags, make the study's directory, and return its spec. Raises UserError if a flag is wrong."""
     gpu_type, numbers = read_gpus(gpus or [str(options.resources.gpus_per_node)])
-    code = user_code(options)
+    code = code_of(options)
     spec = ScalingSpec(
         nodes=read_nodes(nodes or [str(options.resources.nodes)]),
         gpus=numbers,

@@ -8,11 +8,12 @@ from typing import Annotated, Any
 from hpc.base.errors import UserError, need_package
 from hpc.base.flags import Flag
 from hpc.studies.group import GroupDir
-from hpc.studies.members import common, user_code
+from hpc.studies.members import common
 from hpc.studies.study import ContinueOptions, Study
 from hpc.studies.study import main as run_study
 from hpc.studies.sweep_spec import Direction, Pruner, Sampler, SweepDir, SweepSpec, grid_of, read_space
 from hpc.submissions.options import SubmitOptions
+from hpc.submissions.plan import code_of
 
 _TRIALS, _PARALLEL = 20, 4
 
@@ -58,6 +59,8 @@ class SweepOptions(SweepFlags, SubmitOptions):
     hpc cancel and hpc report accept NAME.
     """
 
+    REFUSED = frozenset({"dry_run", "wait"})
+
 
 @dataclass(frozen=True, kw_only=True)
 class ContinueSweep(ContinueOptions):
@@ -86,7 +89,7 @@ def start(directory: GroupDir[Any], options: SweepOptions) -> SweepSpec:
     trials = options.trials
     if trials is None:
         trials = len(grid_of(space)) if options.sampler == "grid" else _TRIALS
-    code = user_code(options)
+    code = code_of(options)
     spec = SweepSpec(
         param=options.param, trials=trials, parallel=_PARALLEL if options.parallel is None else options.parallel,
         metric=options.metric, sampler=options.sampler,
