@@ -208,9 +208,7 @@ def read(
         sys.exit(0)
     # Of flags with one name, that of the first dataclass counts.
     known = {flag.name: flag for kind in reversed(options) for flag in flags(kind)}
-    parser = argparse.ArgumentParser(
-        prog, allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS
-    )
+    parser = argparse.ArgumentParser(prog, allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS)
     for flag in known.values():
         add_flag(parser, flag)
     try:

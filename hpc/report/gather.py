@@ -17,14 +17,13 @@ from hpc.base.errors import UserError
 from hpc.base.files import number_in, numbered_json_lines
 from hpc.base.program import plain
 from hpc.base.text import csv_cell, csv_text
-from hpc.programs.program_kinds import EvaluationTask
+from hpc.programs.program_kinds import EvaluationTask, settings_of
 from hpc.run.events.downtime import PARTS
 from hpc.run.events.history import History
 from hpc.run.events.timeline import Period, periods_of
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.status.summary import TERMINAL, Summary
-from hpc.submissions.settings import settings_of
 
 Rows = Sequence[dict[str, Any]]
 

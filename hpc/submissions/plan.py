@@ -21,8 +21,8 @@ from hpc.submissions import checks
 from hpc.submissions.cluster_choice import choose_cluster, slurm_only
 from hpc.submissions.options import SubmitOptions
 from hpc.submissions.resources import local_resources, resolve_device, resolve_resources
-from hpc.submissions.user_code.code_notes import warnings_of_code
 from hpc.submissions.user_code.own_code import UserCode, find_code
+from hpc.submissions.user_code.script_hints import warnings_of_code
 from hpc.submissions.user_python import user_environment
 
 # The shortest --stage-timeout, because an agent may be busy for a moment with deleting old copies and moving files.

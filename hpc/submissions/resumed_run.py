@@ -25,7 +25,7 @@ from hpc.base.program import plain
 from hpc.base.text import few, visible
 from hpc.commands import cli
 from hpc.programs.program_flags import Begun
-from hpc.programs.program_kinds import program_of_run
+from hpc.programs.program_kinds import adaptable_settings_of, program_of_run, settings_of
 from hpc.run.causes import Cause
 from hpc.run.events.history import History
 from hpc.run.events.kinds import Cancelled, CheckpointSaved, Resubmitted, Resumed, SnapshotSaved, TrainCompleted
@@ -45,8 +45,7 @@ from hpc.slurm.predecessors import redirect_waiting_jobs
 from hpc.submissions import checks
 from hpc.submissions.new_run import preemption_grace
 from hpc.submissions.resources import local_resources, resolve_resources
-from hpc.submissions.settings import adaptable_settings_of, settings_of
-from hpc.submissions.user_code.package_copy import damaged_packages
+from hpc.submissions.user_code.code_copy import damaged_packages
 from hpc.submissions.user_code.renewed_code import prepare_code, replace_code, restore_code
 
 # The longest wait for the end of a cancelled job. Most jobs save and end sooner.

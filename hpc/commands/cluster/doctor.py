@@ -39,8 +39,8 @@ from hpc.run.spec import RunSpec
 from hpc.slurm import bad_nodes, cluster_config
 from hpc.slurm import client as slurm
 from hpc.status.printing import console_for
+from hpc.submissions.checks import Feature, has_been_seen_by_nodes, missing_features
 from hpc.submissions.options import with_defaults
-from hpc.submissions.runs_storage import Feature, has_been_seen_by_nodes, missing_features
 from hpc.submissions.sbatch.sbatch_advice import explain
 from hpc.submissions.user_python import user_environment
 

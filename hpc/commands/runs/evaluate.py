@@ -23,7 +23,7 @@ from hpc.base.files import link_files
 from hpc.base.flags import INTERNAL, POSITIONAL, Flag
 from hpc.base.text import few
 from hpc.commands import cli
-from hpc.programs.program_kinds import program_of_run
+from hpc.programs.program_kinds import program_of_run, settings_of
 from hpc.run.rundir import MODEL_CARD, MODEL_WEIGHTS, RunDir
 from hpc.run.spec import RunSpec, program_of
 from hpc.sources.source_files import is_archive
@@ -31,7 +31,6 @@ from hpc.submissions.answer import show
 from hpc.submissions.new_run import NewRun, start_run
 from hpc.submissions.options import SubmitOptions, with_defaults
 from hpc.submissions.sbatch.sbatch_advice import explain
-from hpc.submissions.settings import settings_of
 from training.config.classifier_flags import ClassifierFlags
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.evaluation_task import EvaluationTask, SplitChoice, choose_split

@@ -21,14 +21,13 @@ from hpc.base.files import json_line, link_files, read_json_lines, write_atomic
 from hpc.base.flags import POSITIONAL, Flag
 from hpc.commands import cli
 from hpc.programs.program_flags import ProgramFlags
-from hpc.programs.program_kinds import DEFAULT, others, program_of_run
+from hpc.programs.program_kinds import DEFAULT, adaptable_settings_of, others, program_of_run
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec, program_of
 from hpc.submissions.answer import show
 from hpc.submissions.new_run import NewRun, start_run
 from hpc.submissions.options import SubmitOptions, build, split_script, with_program
 from hpc.submissions.sbatch.sbatch_advice import explain
-from hpc.submissions.settings import adaptable_settings_of
 
 _OF_NEW_TRAININGS = ("config", "recipe")
 _OF_THE_FORK = {"run", "name", "runs_dir", "tracker", "dry_run", "wait", "json", "debug"}
