@@ -9,7 +9,7 @@ import pytest
 
 from hpc.__main__ import PROGRAMS, VERBS
 from hpc.base import program
-from hpc.commands.cluster.completion import OPTIONS, options_of
+from hpc.commands.cluster.completion import options_of
 from hpc.programs.script_flags import ScriptFlags
 
 ROOT = Path(__file__).parents[1]
@@ -68,7 +68,7 @@ def test_modules_can_be_run(page: str) -> None:
 
 
 def flags_of_all_commands() -> Iterator[str]:
-    for options in (*map(options_of, OPTIONS), ScriptFlags):
+    for options in (*map(options_of, (*VERBS, *PROGRAMS)), ScriptFlags):
         yield from map(program.flag_name, program.flags(options))
 
 

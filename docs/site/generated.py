@@ -13,7 +13,7 @@ import msgspec
 from docs.site import json_schema
 from hpc.__main__ import PROGRAMS, VERBS
 from hpc.base import program
-from hpc.commands.cluster.completion import OPTIONS, options_of
+from hpc.commands.cluster.completion import options_of
 from hpc.programs.script_flags import ScriptFlags
 from hpc.run.events import kinds
 from hpc.submissions.options import submit_flags
@@ -40,8 +40,7 @@ def commands_page() -> str:
     ]
     for name, summary in summaries.items():
         parts.append(f"## hpc {name}\n\n{summary[0].upper()}{summary[1:]}.\n")
-        if name in OPTIONS:
-            parts += _sections(name)
+        parts += _sections(name)
     return "\n".join(parts)
 
 
