@@ -100,11 +100,6 @@ class SubmitOptions(RunFlags, cli.Common):
 
 @dataclass(frozen=True, kw_only=True)
 class _ScriptHelp:
-    # These fields are only for the help: the parser never sees words that `replace_file` and `split_script` take.
-    file: Annotated[str, Flag(metavar="[job.sbatch]", is_positional=True)] = ""
-    """Batch script that works with sbatch; flags after it win over those in it."""
-    script: Annotated[tuple[str, ...], Flag(metavar="[-- script.py ARGS]", is_positional=True)] = ()
-    """Your own torchrun script with its arguments, or -m and a module, instead of the image classifier."""
     own_script: OwnScript = field(default_factory=OwnScript)
 
 
@@ -113,7 +108,8 @@ def _for_help(options: type[SubmitOptions]) -> type[SubmitOptions]:
 
     @dataclass(frozen=True, kw_only=True)
     class Shown(options, _ScriptHelp):  # type: ignore[valid-type, misc]  # fields of the last base class come first
-        pass
+        script: Annotated[tuple[str, ...], Flag(metavar="[-- script.py ARGS]", is_positional=True)] = ()
+        """Your own torchrun script with its arguments, or -m and a module, instead of the image classifier."""
 
     Shown.__doc__ = options.__doc__
     return Shown
@@ -168,8 +164,9 @@ def run_verb(
     options: type[SubmitOptions],
     arguments: list[str],
     script: tuple[str, ...],
+    complete: Callable[[dict[str, Any]], Any] | None = None,
 ) -> int:
-    """Run a verb that has the flags of a submission, completed by the user's defaults and files.
+    """Run a verb that has the flags of a submission. `complete` makes the options of the typed flags, as `completed`.
 
     `--help` shows the everyday flags, and `--help-all` all flags.
     """
@@ -180,8 +177,8 @@ def run_verb(
     rare = {field.name for field in program.flags(parsed) if not is_everyday(field.name)}
     return cli.run(
         work, parsed, name, ["--help"] if all_flags else arguments,
-        complete=lambda typed: completed(typed, options, script), refused=others(kind), explain=sbatch_advice.explain,
-        hidden=() if all_flags else rare,
+        complete=complete or (lambda typed: completed(typed, options, script)), refused=others(kind),
+        explain=sbatch_advice.explain, hidden=() if all_flags else rare,
     )  # fmt: skip
 
 

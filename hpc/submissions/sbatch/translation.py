@@ -31,8 +31,8 @@ _TASKS = {"ntasks", "ntasks-per-node", "ntasks-per-gpu"}
 class Translation:
     """The command line of `hpc submit` that does what a batch script does."""
 
-    words: list[str]
-    """The flags as words of a command line."""
+    flags: Mapping[str, list[str]]
+    """The values of each flag."""
     launch: Launch
     """The command whose script and arguments follow `--`."""
     setup: tuple[SetupLine, ...]
@@ -41,6 +41,11 @@ class Translation:
     """The directory in which to type the command line."""
     notes: tuple[str, ...]
     """Sentences about the lines that were left out, with the reasons, and about what no line says."""
+
+    @property
+    def words(self) -> list[str]:
+        """The flags as words of a command line."""
+        return [word for name, values in self.flags.items() for value in values for word in (f"--{name}", value)]
 
 
 def translate(
@@ -87,13 +92,8 @@ def translate(
         text = f"left out line {line}: {' '.join(launchers)}: hpc submit starts the ranks, one per GPU"
         reader.notes.append((line, text))
     notes += [note for _, note in sorted(reader.notes, key=lambda note: note[0])]
-    words = [
-        word
-        for name, values in without_typed(flags, typed).items()
-        for value in values
-        for word in (f"--{name}", value)
-    ]
-    return Translation(words=words, launch=launch, setup=setup, directory=reader.directory, notes=tuple(notes))
+    kept = {name: values for name, values in without_typed(flags, typed).items() if values}
+    return Translation(flags=kept, launch=launch, setup=setup, directory=reader.directory, notes=tuple(notes))
 
 
 def _resources(
