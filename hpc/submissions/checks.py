@@ -79,15 +79,14 @@ def check_setup(lines: Sequence[str], cluster: Cluster) -> None:
 
 def check_recovery(spec: RunSpec) -> None:
     """Refuse flags without effect, and a --signal-before or --grace-period that is not shorter than the time limit."""
-    if spec.recovery.spares and spec.cluster == "local":
-        raise UserError(f"--spares is {spec.recovery.spares}, but --cluster local has no spare nodes: leave it out")
-    if spec.recovery.continue_with != "auto" and spec.cluster == "local":
-        way = spec.recovery.continue_with
-        raise UserError(f"--continue-with is {way}, but --cluster local always requeues: leave it out")
-    if spec.network.interface and spec.cluster == "local":
-        raise UserError(
-            f"--interface is {spec.network.interface}, but --cluster local has no network between nodes: leave it out"
-        )
+    way = None if spec.recovery.continue_with == "auto" else spec.recovery.continue_with
+    for flag, value, why in (
+        ("--spares", spec.recovery.spares, "has no spare nodes"),
+        ("--continue-with", way, "always requeues"),
+        ("--interface", spec.network.interface, "has no network between nodes"),
+    ):
+        if value and spec.cluster == "local":
+            raise UserError(f"{flag} is {value}, but --cluster local {why}: leave it out")
     if spec.stop_signal and not spec.program.isolated:
         name = spec.recovery.stop_signal
         raise UserError(f"--stop-signal is {name}, but it applies only to your own script: leave it out")

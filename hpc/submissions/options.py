@@ -71,7 +71,17 @@ class RunFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SubmitOptions(RunFlags, cli.Common):
+class JobFlags:
+    """Flags of a run's jobs, which may also change when the run resumes."""
+
+    resources: Resources = field(default_factory=Resources)
+    recovery: Recovery = field(default_factory=Recovery)
+    network: Network = field(default_factory=Network)
+    notification: Notification = field(default_factory=Notification)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubmitOptions(JobFlags, RunFlags, cli.Common):
     """Submit a training to Slurm and keep it running until it is complete.
 
     For example:
@@ -86,10 +96,6 @@ class SubmitOptions(RunFlags, cli.Common):
 
     program: ProgramFlags
     """The program, with its own flags (`with_program`)."""
-    resources: Resources = field(default_factory=Resources)
-    recovery: Recovery = field(default_factory=Recovery)
-    network: Network = field(default_factory=Network)
-    notification: Notification = field(default_factory=Notification)
     dry_run: bool = False
     """Check all flags, ask Slurm with sbatch --test-only, and print the script without submitting it."""
     wait: bool = False

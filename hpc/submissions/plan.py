@@ -15,12 +15,12 @@ from hpc.run.rundir import RunDir, check_run_name
 from hpc.run.spec import Cluster, RunSpec
 from hpc.services.notification.recipients import with_known_names
 from hpc.services.tracking.opening import tracker_of
-from hpc.slurm import sinfo, squeue
+from hpc.slurm import squeue
 from hpc.slurm.predecessors import dependency
 from hpc.submissions import checks
 from hpc.submissions.cluster_choice import choose_cluster, slurm_only
 from hpc.submissions.options import SubmitOptions
-from hpc.submissions.resources import local_resources, resolve_device, resolve_resources
+from hpc.submissions.resources import complete, resolve_device
 from hpc.submissions.user_code.own_code import UserCode, find_code
 from hpc.submissions.user_code.script_hints import warnings_of_code
 from hpc.submissions.user_python import user_environment
@@ -38,12 +38,9 @@ def plan(options: SubmitOptions) -> tuple[RunDir, RunSpec]:
     in_terminal = sys.stdin is not None and sys.stdin.isatty()  # a daemon may have closed it
     cluster = choose_cluster(options.cluster, options.resources, in_terminal=in_terminal)
     checks.check_setup(options.resources.setup, cluster)
-    if cluster == "slurm":
-        resources = resolve_resources(options.resources, sinfo.partitions(), options.recovery.spares)
-        for flag, path in {"--data": resolved.data, **resolved.files}.items():
-            checks.check_is_shared(flag, path)
-    else:
-        resources = local_resources(options.resources)
+    resources = complete(options.resources, cluster, options.recovery.spares)
+    for flag, path in {"--data": resolved.data, **resolved.files}.items() if cluster == "slurm" else ():
+        checks.check_is_shared(flag, path)
     checks.check_runs_dir(options.runs_dir, on_cluster=cluster == "slurm")
     for flag, value in (("--container", options.container), ("--python", options.python)):
         user_environment.check_use(flag, value, trains=not is_script, stages=options.stage_env)

@@ -4,14 +4,12 @@ A false alarm is worse than silence: an import that nobody here knows may do wha
 """
 
 import ast
-import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
-from hpc.base.environment import SNAPSHOTS
 from hpc.base.text import visible
 from hpc.run.spec import RunSpec, program_of
 from hpc.submissions.checks import is_node_local
@@ -73,12 +71,6 @@ def hints(code: UserCode, spec: RunSpec) -> list[str]:
     words = _words(trees.values())
     name, ranks = program_of(code.script), spec.resources.nodes.most * spec.resources.ranks_per_node
     found = []
-    # Each copy of our library has this name, and no other code.
-    if copy := next((path for path, tree in trees.items() if SNAPSHOTS in _words([tree])), None):
-        found.append(
-            f"{name} imports {os.path.relpath(copy, code.root)}, a copy of torchrelay that may be of another version: "
-            "remove it, and use `from torchrelay import ...`, which works in every rank"
-        )
     if _moves_hydra(trees, code.script, words):
         found.append(
             f"{name} uses Hydra, which makes a new directory at each start, so that a restart would not find what the "
