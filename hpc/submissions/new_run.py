@@ -111,12 +111,9 @@ def _submit(
             raise
     if executor:
         submitted = Submitted(
-            job_id=job_id,
-            cluster=spec.cluster,
-            stop_lead_seconds=spec.stop_lead_seconds,
-            grace_seconds=grace_seconds,
+            job_id=job_id, cluster=spec.cluster, stop_lead_seconds=spec.stop_lead_seconds, grace_seconds=grace_seconds,
             excluded=tuple(executor.excluded),
-        )
+        )  # fmt: skip
         _events(run).append(submitted)
         with suppress(OSError):  # the job is queued, whether stderr can be written or not
             for note in executor.notes:

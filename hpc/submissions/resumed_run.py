@@ -240,15 +240,11 @@ def _continue(run: RunDir, before: RunSpec, after: RunSpec, history: History, *,
             run.final.rename(kept)
             undo.callback(kept.rename, run.final)
         resumed = Resumed(
-            attempt=attempt,
-            number=number,
-            cancellations=len(history.of(Cancelled)),
-            by=getpass.getuser(),
-            changed=changed_settings(before, after),
+            attempt=attempt, number=number, cancellations=len(history.of(Cancelled)), by=getpass.getuser(),
+            changed=changed_settings(before, after), stop_lead_seconds=after.stop_lead_seconds,
             revision=run.revision.read_text().strip() if copy and run.revision.exists() else None,
-            stop_lead_seconds=after.stop_lead_seconds,
             grace_seconds=preemption_grace(after),
-        )
+        )  # fmt: skip
         if not record_resumption(run, resumed):
             raise TorchrelayError(f"another process has resumed run {run.name}: see hpc status {run.name}")
         undo.callback(resumption_file(run, number).unlink)

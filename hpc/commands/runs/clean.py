@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated
 
@@ -78,14 +79,11 @@ class Holding:
     checkpoints: int
     """Bytes of the run's checkpoints, a part of `size`."""
 
-    def freed(self, *, checkpoints_only: bool) -> int:
-        """Return the bytes that are freed by removing the run or, with `checkpoints_only`, only its checkpoints."""
-        return self.checkpoints if checkpoints_only else self.size
-
 
 def clean(options: CleanOptions) -> int:
     """List the runs, or remove them. Returns 1 if something could not be removed."""
-    found = sorted(_chosen(options), key=lambda one: -one.freed(checkpoints_only=options.checkpoints_only))
+    freed = attrgetter("checkpoints" if options.checkpoints_only else "size")
+    found = sorted(_chosen(options), key=freed, reverse=True)
     is_narrowed = options.run or options.older_than != _ANY_AGE or options.state != CleanOptions.state
     if options.yes and found and not (is_narrowed or options.checkpoints_only):
         raise UserError(
@@ -93,7 +91,7 @@ def clean(options: CleanOptions) -> int:
             "--state failed,cancelled or --checkpoints-only"
         )
     problems = _remove(options, found) if options.yes else []
-    total = sum(one.freed(checkpoints_only=options.checkpoints_only) for one in found)
+    total = sum(map(freed, found))
     if options.json:
         runs = [asdict(one) for one in found]
         cli.print_json({"removed": options.yes, "bytes": total, "runs": runs, "problems": problems})

@@ -28,8 +28,18 @@ class StudyResources(Resources):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScalingFlags:
-    """The flags of a scaling study."""
+class ScalingOptions(SubmitOptions):
+    """Run the same training on several numbers of nodes and GPUs, and compare the speed.
+
+    For example:
+      hpc scaling --name resnet --nodes 1 2 4 8 --gpus-per-node 1 4 --data /shared/pets --model resnet50
+      hpc scaling --name own --nodes 1 2 4 -- train.py
+
+    To continue an interrupted study, type hpc scaling --name NAME. The runs are in runs/NAME: hpc status, hpc cancel
+    and hpc report accept NAME.
+    """
+
+    REFUSED = frozenset({"dry_run", "wait"})
 
     minutes: float = 5.0
     """Minutes of training in each run."""
@@ -42,21 +52,6 @@ class ScalingFlags:
     name: Annotated[str | None, Flag(metavar="NAME", letter="-J")] = None
     """Name of the scaling study, which you must give."""
     resources: StudyResources = field(default_factory=StudyResources)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScalingOptions(ScalingFlags, SubmitOptions):
-    """Run the same training on several numbers of nodes and GPUs, and compare the speed.
-
-    For example:
-      hpc scaling --name resnet --nodes 1 2 4 8 --gpus-per-node 1 4 --data /shared/pets --model resnet50
-      hpc scaling --name own --nodes 1 2 4 -- train.py
-
-    To continue an interrupted study, type hpc scaling --name NAME. The runs are in runs/NAME: hpc status, hpc cancel
-    and hpc report accept NAME.
-    """
-
-    REFUSED = frozenset({"dry_run", "wait"})
 
 
 def main(argv: Sequence[str] | None = None) -> int:

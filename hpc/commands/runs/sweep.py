@@ -19,8 +19,19 @@ _TRIALS, _PARALLEL = 20, 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepFlags:
-    """The flags of a sweep."""
+class SweepOptions(SubmitOptions):
+    """Submit a run (a trial) for each of many settings, and find the best settings.
+
+    For example:
+      hpc sweep --name pets --param lr=log:1e-3,1 --param batch-size=64,128 --data /shared/pets
+      hpc sweep --name mine --param lr=0.1,0.01 -- train.py
+      hpc sweep --name mine --param lr=0.1,0.01 -- train.py optimizer.lr={lr}
+
+    To continue an interrupted sweep, type hpc sweep --name NAME. The trials are runs in runs/NAME: hpc status,
+    hpc cancel and hpc report accept NAME.
+    """
+
+    REFUSED = frozenset({"dry_run", "wait"})
 
     param: Annotated[tuple[str, ...], Flag(metavar="NAME=VALUES", is_repeatable=True)] = ()
     """Flag that differs between the trials, with a range or a list of values. Repeatable.
@@ -44,22 +55,6 @@ class SweepFlags:
     """Random seed of the sampler."""
     once: bool = False
     """Check and start trials once, then exit: for cron."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SweepOptions(SweepFlags, SubmitOptions):
-    """Submit a run (a trial) for each of many settings, and find the best settings.
-
-    For example:
-      hpc sweep --name pets --param lr=log:1e-3,1 --param batch-size=64,128 --data /shared/pets
-      hpc sweep --name mine --param lr=0.1,0.01 -- train.py
-      hpc sweep --name mine --param lr=0.1,0.01 -- train.py optimizer.lr={lr}
-
-    To continue an interrupted sweep, type hpc sweep --name NAME. The trials are runs in runs/NAME: hpc status,
-    hpc cancel and hpc report accept NAME.
-    """
-
-    REFUSED = frozenset({"dry_run", "wait"})
 
 
 @dataclass(frozen=True, kw_only=True)
