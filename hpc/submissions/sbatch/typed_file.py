@@ -52,9 +52,8 @@ def with_file(typed: Mapping[str, Any], arguments: Sequence[str], script: tuple[
             f"{name} and -- {shlex.join(script)} are both given: leave out -- and what follows, because {name} starts "
             f"a program, too; or leave out {name}"
         )
-    # Most submissions name no batch script, and need not compile the patterns of these modules.
-    from hpc.submissions.sbatch.batch_file import read_batch_file  # noqa: PLC0415
-    from hpc.submissions.sbatch.translation import translate  # noqa: PLC0415
+    # Most submissions name no batch script, and need not compile the patterns of this module.
+    from hpc.submissions.sbatch.translation import read_batch_file, translate  # noqa: PLC0415
 
     here = Path.cwd()
     text = read_batch_file(Path(name))
