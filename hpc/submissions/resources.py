@@ -69,10 +69,7 @@ def _no_such_gpus(asked: Resources, kinds: list[Partition], partitions: list[Par
     if gpus.kind and by_type:
         has, advice = ", ".join(sorted(by_type)), "one of these, or fewer"
     elif total:
-        has, advice = (
-            f"{total} without a type" if gpus.kind else f"{total}",
-            f"--gpus-per-node {total} or fewer",
-        )
+        has, advice = (f"{total} without a type" if gpus.kind else f"{total}", f"--gpus-per-node {total} or fewer")
     else:
         has, advice = "0", "--gpus-per-node 0 to train on CPUs"
     others = sorted({kind.name for kind in partitions if kind.gpus(gpus.kind) >= gpus.count})

@@ -30,11 +30,7 @@ from hpc.run.causes import Cause
 from hpc.run.events.history import History
 from hpc.run.events.kinds import Cancelled, CheckpointSaved, Resubmitted, Resumed, SnapshotSaved, TrainCompleted
 from hpc.run.events.ledger import EventWriter
-from hpc.run.events.resumption import (
-    next_resumption,
-    record_resumption,
-    resumption_file,
-)
+from hpc.run.events.resumption import next_resumption, record_resumption, resumption_file
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec, program_of
 from hpc.services.notification.recipients import with_known_names

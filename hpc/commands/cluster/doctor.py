@@ -18,17 +18,7 @@ from hpc.base.flags import POSITIONAL
 from hpc.base.kernel import automounted_at, file_system_type
 from hpc.base.node_info import NodeInfo
 from hpc.base.text import visible
-from hpc.cluster.doctor.findings import (
-    OF_LOGIN,
-    Finding,
-    LoginNode,
-    Severity,
-    costs,
-    judge,
-    merge,
-    note,
-    text_of,
-)
+from hpc.cluster.doctor.findings import OF_LOGIN, Finding, LoginNode, Severity, costs, judge, merge, note, text_of
 from hpc.cluster.doctor.node_findings import OF_MACHINE, OF_NODE, compare
 from hpc.cluster.doctor.node_job import NodeOptions, probe_nodes
 from hpc.cluster.doctor.slurm_findings import OF_SLURM, ClusterFacts

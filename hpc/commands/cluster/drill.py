@@ -134,10 +134,7 @@ def target_of(options: DrillOptions, run: RunDir, row: Summary, history: History
 
 
 # For each failure of one rank, the action of `hpc.cluster.drill_faults` and its description.
-_RANK_FAULTS = {
-    "worker-kill": ("kill", "kill rank {} with SIGKILL"),
-    "hang": ("stop", "stop rank {} with SIGSTOP"),
-}
+_RANK_FAULTS = {"worker-kill": ("kill", "kill rank {} with SIGKILL"), "hang": ("stop", "stop rank {} with SIGSTOP")}
 
 
 def plan(kind: Kind, target: DrillTarget) -> tuple[list[str], str]:
