@@ -10,7 +10,7 @@ import pytest
 from benchmarks import page
 from hpc.__main__ import PROGRAMS, VERBS
 from hpc.base import program
-from hpc.commands.cluster.completion import OPTIONS, options_of
+from hpc.commands.cluster.completion import options_of
 from hpc.programs.script_flags import ScriptFlags
 
 ROOT = Path(__file__).parents[1]
@@ -69,8 +69,27 @@ def test_modules_can_be_run(page: str) -> None:
 
 
 def flags_of_all_commands() -> Iterator[str]:
-    for options in (*map(options_of, OPTIONS), ScriptFlags):
+    for options in (*map(options_of, (*VERBS, *PROGRAMS)), ScriptFlags):
         yield from map(program.flag_name, program.flags(options))
+
+
+REFUSED = {
+    "fork": ("config", "recipe", "model", "seed", "weights", "synthetic", "help-all"),
+    "evaluate": ("config", "python", "container", "help-all"),
+    "sweep": ("dry-run", "wait"),
+    "scaling": ("dry-run", "wait"),
+}
+
+
+@pytest.mark.parametrize("verb", REFUSED)
+def test_page_and_completion_of_a_command_lack_the_flags_that_it_refuses(verb: str) -> None:
+    from docs.site.generated import commands_page
+
+    _, _, rest = commands_page().partition(f"## hpc {verb}\n")
+    listed = set(re.findall(r"`--([a-z0-9-]+)`", rest.partition("\n## ")[0]))
+    offered = {program.flag_name(field) for field in program.offered(options_of(verb))}
+    assert listed == offered - {"json", "debug", "help-all", "run"}
+    assert not {*listed, *offered} & set(REFUSED[verb])
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import msgspec
 from docs.site import json_schema
 from hpc.__main__ import PROGRAMS, VERBS
 from hpc.base import program
-from hpc.commands.cluster.completion import OPTIONS, options_of
+from hpc.commands.cluster.completion import options_of
 from hpc.programs.script_flags import ScriptFlags
 from hpc.run.events import kinds
 from hpc.submissions.options import submit_flags
@@ -40,8 +40,7 @@ def commands_page() -> str:
     ]
     for name, summary in summaries.items():
         parts.append(f"## hpc {name}\n\n{summary[0].upper()}{summary[1:]}.\n")
-        if name in OPTIONS:
-            parts += _sections(name)
+        parts += _sections(name)
     return "\n".join(parts)
 
 
@@ -60,7 +59,7 @@ def _sections(name: str) -> Iterator[str]:
 
 def _table(options: type[Any]) -> str:
     texts, rows = program.flag_texts(options), list[str]()
-    fields = [field for field in program.flags(options) if field.name not in {"json", "debug", "help_all"}]
+    fields = [field for field in program.offered(options) if field.name not in {"json", "debug", "help_all"}]
     of_submit = {field.name for field in program.flags(submit_flags())} & {field.name for field in fields}
     if options is submit_flags() or len(of_submit) < _MANY:
         of_submit = set()

@@ -13,7 +13,7 @@ from hpc.base import program
 from hpc.cluster.doctor.findings import Finding
 from hpc.cluster.testbed.lifecycle import TestbedStatus
 from hpc.commands.cluster.drill import Kind
-from hpc.commands.runs.clean import Holding, PackageCopies
+from hpc.commands.runs.clean import Holding
 from hpc.run.events.downtime import Interruption
 from hpc.run.events.history import State
 from hpc.run.spec import Cluster, Service
@@ -99,7 +99,6 @@ class Cleaning(TypedDict):
     removed: bool
     bytes: int
     runs: list[Holding]
-    packages: list[PackageCopies]
     problems: list[str]
 
 

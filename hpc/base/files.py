@@ -299,24 +299,20 @@ def numbered_lines(path: Path | str) -> Iterator[tuple[int, bytes]]:
     return ((number, line) for number, line in enumerate(lines, 1) if line.strip())
 
 
-def numbered_json_lines(path: Path | str) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Yield the number, from 1, and the record of each line that is not blank. The record of a torn line is None.
+def json_lines(path: Path | str) -> Iterator[dict[str, Any] | None]:
+    """Yield the record of each line that is not blank, oldest first, and None for a torn line.
 
-    The oldest line comes first. Yields nothing if the log does not exist.
+    Yields nothing if the log does not exist.
     """
-    number = 0
-    for lines in _blocks_of_lines(path):
+    for block in _blocks_of_lines(path):
+        lines = [line for line in block if line.strip()]
         for first in range(0, len(lines), _LINES_PER_PARSE):
-            some = lines[first : first + _LINES_PER_PARSE]
-            for line, record in zip(some, _parse_lines(some), strict=True):
-                number += 1
-                if record is not None or line.strip():
-                    yield number, record
+            yield from _parse_lines(lines[first : first + _LINES_PER_PARSE])
 
 
 def read_json_lines(path: Path | str) -> Iterator[dict[str, Any]]:
     """Return an iterator over a log's records without torn lines, oldest first; empty if the log does not exist."""
-    return (record for _, record in numbered_json_lines(path) if record is not None)
+    return (record for record in json_lines(path) if record is not None)
 
 
 def number_in(record: Mapping[str, Any], name: str) -> int | float | None:
@@ -338,13 +334,18 @@ def last_json_line(path: Path, wanted: Callable[[dict[str, Any]], bool] = lambda
     return None
 
 
+def link_file(source: Path, target: Path) -> None:
+    """Give a file a second name, or copy it if a hard link is impossible."""
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in {errno.EXDEV, errno.EMLINK, *UNSUPPORTED}:
+            raise
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
 def link_files(source: Path, target: Path) -> None:
     """Make the directory `target` with hard links to the files of `source`, or with copies if links are impossible."""
     target.mkdir(parents=True)
     for file in source.iterdir():
-        try:
-            os.link(file, target / file.name)
-        except OSError as error:
-            if error.errno not in {errno.EXDEV, errno.EMLINK, *UNSUPPORTED}:
-                raise
-            shutil.copyfile(file, target / file.name)
+        link_file(file, target / file.name)

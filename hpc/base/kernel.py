@@ -238,38 +238,38 @@ def resident_memory_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
+def _lines(name: str) -> list[str]:
+    """Return the lines of a file in /proc; none if it cannot be read."""
+    try:
+        return Path("/proc", name).read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
 def file_system_type(path: Path) -> str | None:
     """Return the file system type of a path, which need not exist; None if unknown."""
-    try:
-        mounts = Path("/proc/mounts").read_text(errors="replace")
-    except OSError:
-        return None
-    return mounted_type(mounts, path.expanduser().resolve())
+    return mounted_type(_lines("mounts"), path.expanduser().resolve())
 
 
 def mounted_directory(path: Path) -> str:
     """Return the directory of a file system that is mounted at a path's mount point, mostly `/`; empty if unknown."""
-    try:
-        lines = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
-    except OSError:
-        return ""
-    found = _innermost(lines, 4, path.expanduser().resolve())
+    found = _innermost(_lines("self/mountinfo"), 4, path.expanduser().resolve())
     return _unescape(found.split()[3]) if found else ""
 
 
-def mounted_type(mounts: str, path: Path) -> str | None:
-    """Return the type of an absolute path's file system, from the text of /proc/mounts; None if no mount contains it.
+def mounted_type(mounts: Sequence[str], path: Path) -> str | None:
+    """Return the type of an absolute path's file system, from the lines of /proc/mounts; None if no mount contains it.
 
     Of several mounts at one point, the last counts. An overlay has the type of the directory to which it writes,
     because that directory is in memory on a diskless node.
     """
-    found = _innermost(mounts.splitlines(), 1, path)
+    found = _innermost(mounts, 1, path)
     if not found:
         return None
     _, _, kind, options, *_ = found.split()
     upper = re.search(r"(?:^|,)upperdir=([^,]+)", options)
     # In a container, the upper directory may be hidden. The result is then the overlay's own type.
-    below = "\n".join(line for line in mounts.splitlines() if line != found)
+    below = [line for line in mounts if line != found]
     return (mounted_type(below, Path(_unescape(upper[1]))) if upper else None) or kind
 
 
@@ -285,11 +285,7 @@ def _innermost(mounts: Iterable[str], field: int, path: Path) -> str:
 
 def automounted_at(path: Path) -> Path | None:
     """Return the autofs directory that contains a path, which need not exist; None if none contains it."""
-    try:
-        mounts = Path("/proc/mounts").read_text(errors="replace").splitlines()
-    except OSError:
-        return None
-    points = [Path(_unescape(line.split()[1])) for line in mounts if line.split()[2] == "autofs"]
+    points = [Path(_unescape(line.split()[1])) for line in _lines("mounts") if line.split()[2] == "autofs"]
     return next((point for point in points if path.is_relative_to(point)), None)
 
 

@@ -42,19 +42,6 @@ Explanation = Callable[[Sequence[str], int], str | None]
 """A function that returns what to type instead of the word at an index of a command line; None without advice."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Help:
-    """Names of the fields whose flags `--help` treats specially."""
-
-    hidden: Collection[str] = ()
-    """Flags that the help leaves out."""
-    inherited: Collection[str] = ()
-    """Flags whose defaults are the values of a run. The command's text says so once, instead of each flag's help."""
-
-
-ALL_FLAGS = Help()
-
-
 def called(module: str) -> str:
     """Return the command with which the user called this program: `hpc NAME`, or `python -m MODULE`."""
     return os.environ.get(CALLED, f"python -m {module}")
@@ -75,6 +62,11 @@ def flags(options: type[Any]) -> Iterator[Field]:
             yield from flags(group)
         elif not mark_of(field).is_internal:
             yield field
+
+
+def offered(options: type[Any]) -> list[Field]:
+    """Return the flags that help, documentation and completion show: all but those that the command refuses."""
+    return [field for field in flags(options) if field.name not in getattr(options, "REFUSED", ())]
 
 
 def flag_name(field: Field) -> str:
@@ -191,59 +183,69 @@ def read(
     argv: Sequence[str],
     prog: str,
     explain: Explanation = lambda _argv, _at: None,
-    shown: Help = ALL_FLAGS,
+    *,
+    hidden: Collection[str] = (),
+    inherited: Collection[str] = (),
 ) -> dict[str, Any]:
     """Return the texts of the flags and positional arguments on a command line, by name without leading dashes.
 
-    The first of `options` has the program's flags. The flags of the others are read too, so that the caller can say why
-    it refuses them. `explain` may return what to type instead of a word of `argv` that cannot be read. If the command
-    line asks for help, prints the help and exits.
+    If the command line asks for help, prints the help and exits.
+
+    Args:
+        options: the dataclass of the program's flags; then those of flags that are read, too, so that the caller can
+            say why it refuses them.
+        argv: the words of the command line.
+        prog: the command.
+        explain: may return what to type instead of a word of `argv` that cannot be read.
+        hidden: fields whose flags the help leaves out.
+        inherited: fields whose defaults are the values of a run, which the command's text says once.
 
     Raises:
         UserError: a flag does not exist or has no value, a switch has a value, or a word belongs to no flag.
     """
     if not {"-h", "--help"}.isdisjoint(argv):
-        _parser(options[:1], prog, shown).print_help()
+        _help_parser(options[0], prog, hidden, inherited).print_help()
         sys.exit(0)
+    # Of flags with one name, that of the first dataclass counts.
+    known = {flag.name: flag for kind in reversed(options) for flag in flags(kind)}
+    parser = argparse.ArgumentParser(prog, allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS)
+    for flag in known.values():
+        add_flag(parser, flag)
     try:
-        typed, others = _parser(options, prog).parse_known_intermixed_args(argv)
+        typed, others = parser.parse_known_intermixed_args(argv)
     except argparse.ArgumentError as error:  # Only a switch can be wrong: the parser accepts a missing value.
         switch, _, _ = str(error.argument_name).partition("/")
         raise UserError(f"{switch} takes no value (see {prog} --help)") from error
     for word in others:
-        known = itertools.chain.from_iterable(map(flags, options))
-        raise UserError(explain(argv, argv.index(word)) or _not_known(word, known, prog))
+        raise UserError(explain(argv, argv.index(word)) or _not_known(word, known.values(), prog))
     for name, value in vars(typed).items():
         if None in (value if isinstance(value, list) else [value]):
             raise UserError(f"--{name} has no value (see {prog} --help)")
     return vars(typed)
 
 
-def _parser(options: Sequence[type[Any]], prog: str, shown: Help | None = None) -> argparse.ArgumentParser:
-    """Return a parser of the flags of several dataclasses: to read words or, with `shown`, to print the help."""
+def _help_parser(
+    options: type[Any], prog: str, hidden: Collection[str], inherited: Collection[str]
+) -> argparse.ArgumentParser:
+    """Return a parser that prints the help. The texts are docstrings, which are read from the source."""
     width = min(_WIDEST, shutil.get_terminal_size().columns)
-    layout = partial(argparse.RawTextHelpFormatter, width=width, max_help_position=_INDENT)
+    shown = {flag.name: flag for flag in offered(options) if flag.name not in hidden}
+    positional = [_metavar(flag) for flag in shown.values() if mark_of(flag).is_positional]
+    texts = flag_texts(options)
     parser = argparse.ArgumentParser(
-        prog, usage="", formatter_class=layout, allow_abbrev=False, exit_on_error=False,
-        argument_default=argparse.SUPPRESS,
+        prog, usage=" ".join([prog, "[-h] [OPTIONS]", *positional]), description=_wrapped(options.__doc__, width),
+        formatter_class=partial(argparse.RawTextHelpFormatter, width=width, max_help_position=_INDENT),
     )  # fmt: skip
-    texts, added = dict[str, str](), set[str]()
-    if shown:  # Only then are the docstrings read from the source, which takes time.
-        texts, added = flag_texts(options[0]), set(shown.hidden)
-        positional = [_metavar(flag) for flag in flags(options[0]) if mark_of(flag).is_positional]
-        parser.usage = " ".join([prog, "[-h] [OPTIONS]", *positional])
-        parser.description = _wrapped(options[0].__doc__, width)
-    for field in itertools.chain.from_iterable(map(dataclasses.fields, options)):
+    for field in dataclasses.fields(options):
         group = group_of(field)
-        own = flags(group) if group else [] if mark_of(field).is_internal else [field]
-        new = [flag for flag in own if flag.name not in added]
-        added |= {flag.name for flag in new}
-        about = _wrapped(group.__doc__, width - 2) if shown and group and new else None
-        title = getattr(group, "TITLE", field.name.replace("_", " "))
-        container = parser.add_argument_group(title, about) if group else parser
-        for flag in new:
-            text = _wrapped(_help_of(flag, texts.get(flag.name, ""), shown), width - _INDENT) if shown else None
-            add_flag(container, flag, text)
+        own = [flag for flag in (flags(group) if group else [field]) if shown.pop(flag.name, None)]
+        place: Any = parser
+        if group:
+            title = getattr(group, "TITLE", field.name.replace("_", " "))
+            place = parser.add_argument_group(title, _wrapped(group.__doc__, width - 2) if own else None)
+        for flag in own:
+            text = _help_of(flag, texts.get(flag.name, ""), is_inherited=flag.name in inherited)
+            add_flag(place, flag, _wrapped(text, width - _INDENT))
     return parser
 
 
@@ -276,10 +278,10 @@ def _metavar(field: Field) -> str:
     return mark_of(field).metavar or choices or names.get(kind, field.name.upper())
 
 
-def _help_of(field: Field, text: str, shown: Help) -> str:
+def _help_of(field: Field, text: str, *, is_inherited: bool) -> str:
     """Return the help of a flag with its default, or without any default if a run has the value."""
     text = text.replace("%", "%%")  # argparse replaces %(default)s
-    if field.name in shown.inherited:
+    if is_inherited:
         return re.sub(r"\s*\bDefault: .*?\.(?=\s|$)", "", text, flags=re.DOTALL)
     if is_required(field):
         return text if mark_of(field).is_positional else f"{text} (required)"

@@ -24,23 +24,6 @@ print_json, versioned = program.print_json, program.versioned
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
-    """How to read the command line of a verb that needs more than its own flags."""
-
-    complete: Callable[[dict[str, Any]], Any] | None = None
-    """Makes the options from the typed flags (`program.read`), and adds further defaults. None: `program.build`."""
-    refused: tuple[type[Any], ...] = ()
-    """Dataclasses of flags that the verb does not accept. If one is given, `complete` raises an error that says why."""
-    explain: program.Explanation = lambda _argv, _at: None
-    """Returns what to type instead of a word that cannot be read (`program.read`)."""
-    shown: program.Help = program.ALL_FLAGS
-    """Flags that the help leaves out, or shows without a default."""
-
-
-PLAIN = Reading()
-
-
-@dataclass(frozen=True, kw_only=True)
 class Common:
     """The flags of every verb."""
 
@@ -76,16 +59,23 @@ def run(
     options: type[Any],
     name: str,
     argv: Sequence[str] | None = None,
-    reading: Reading = PLAIN,
+    *,
+    complete: Callable[[dict[str, Any]], Any] | None = None,
+    refused: tuple[type[Any], ...] = (),
+    **reading: Any,
 ) -> int:
-    """Run a verb: read its command line, call `verb` with the options, and return the exit code."""
+    """Run a verb: read its command line, call `verb` with the options, and return the exit code.
+
+    `complete` makes the options from the typed flags, and adds further defaults. If a flag of the `refused` dataclasses
+    is given, it raises an error that says why. `reading` has further arguments of `program.read`.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
 
     def work() -> int:
-        values = program.read((options, *reading.refused), arguments, f"hpc {name}", reading.explain, reading.shown)
+        values = program.read((options, *refused), arguments, f"hpc {name}", **reading)
         if issubclass(options, RunsOptions):
             values["runs-dir"] = runs_dir(values)
-        made = reading.complete(values) if reading.complete else program.build(options, values)
+        made = complete(values) if complete else program.build(options, values)
         slurm.adopt_environment(os.environ)  # after parsing: variables of sbatch set defaults of flags
         return verb(made)
 

@@ -1,9 +1,11 @@
-"""Lists the kinds of programs that a run can have, and finds the flags of a run's program. Runs on the login node."""
+"""Lists the kinds of programs that a run can have, and turns a run's spec back into flags. Runs on the login node."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+from hpc.base import program
 from hpc.base.errors import UserError
 from hpc.programs.program_flags import ProgramFlags
 from hpc.programs.script_flags import ScriptFlags, ScriptRequest
@@ -17,10 +19,12 @@ __all__ = [
     "ClassifierRequest",
     "EvaluationTask",
     "ScriptRequest",
+    "adaptable_settings_of",
     "is_ours",
     "kind_for",
     "others",
     "program_of_run",
+    "settings_of",
 ]
 
 DEFAULT = ClassifierFlags
@@ -53,3 +57,22 @@ def program_of_run(spec: RunSpec) -> ProgramFlags:
         if spec.program.built_in == kind.KIND:
             return kind.of_run(spec)
     raise UserError(f"run {spec.name} runs {spec.program.built_in}, which this version of torchrelay does not know")
+
+
+def settings_of(spec: RunSpec) -> dict[str, Any]:
+    """Return the flags, by name, with which `hpc submit` repeats a run. The run's name and script are left out."""
+    own = program.values_of(program_of_run(spec))
+    own.pop("recipe", None)  # its flags are among the others
+    return {
+        "cluster": spec.cluster,
+        **own,
+        **program.values_of(spec.resources, spec.recovery, spec.network, spec.notification),
+        "stage-dir": spec.stage_dir, "stage-keep": spec.stage_keep, "stage-timeout": spec.stage_timeout,
+        "device": "cpu" if spec.device == "cpu" else "auto", "stage-env": bool(spec.stage_env),
+        "python": spec.python, "container": spec.container,
+    }  # fmt: skip
+
+
+def adaptable_settings_of(spec: RunSpec) -> dict[str, Any]:
+    """Like `settings_of`, but a time limit that submit chose is None, because another partition has another default."""
+    return settings_of(spec) | ({"time": None} if spec.has_default_time else {})

@@ -64,9 +64,7 @@ class ScriptFlags(ScriptRequest, ProgramFlags):
         _check_script(self.script, has_data=self.data is not None)
         module = self.script[1].rpartition(".")[2] if self.script[0] == "-m" else Path(self.script[0]).stem
         return ResolvedProgram(
-            program=self.as_program(),
-            name=module,
-            data=None if self.data is None else _checked(self.data),
+            program=self.as_program(), name=module, data=None if self.data is None else _checked(self.data)
         )
 
     def with_values(self, values: Mapping[str, str]) -> Self:

@@ -3,10 +3,9 @@
 import shlex
 
 from hpc.base.program import changed, values_of, words_of
-from hpc.programs.program_kinds import EvaluationTask
+from hpc.programs.program_kinds import EvaluationTask, settings_of
 from hpc.run.spec import Resources, RunSpec
 from hpc.submissions.options import submit_flags
-from hpc.submissions.settings import settings_of
 
 
 def submit_command(spec: RunSpec, task: EvaluationTask | None = None) -> list[str]:

@@ -12,16 +12,15 @@ import pandas as pd
 from msgspec.structs import asdict
 
 from hpc.base.errors import UserError
-from hpc.base.files import number_in, numbered_json_lines
+from hpc.base.files import json_lines, number_in
 from hpc.base.program import plain
 from hpc.base.text import csv_cell, csv_text
-from hpc.programs.program_kinds import EvaluationTask
+from hpc.programs.program_kinds import EvaluationTask, settings_of
 from hpc.run.events.downtime import PARTS
 from hpc.run.events.history import History
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.status.summary import TERMINAL, Summary
-from hpc.submissions.settings import settings_of
 
 Rows = Sequence[dict[str, Any]]
 
@@ -157,7 +156,7 @@ def _metrics(notes: list[str], path: Path) -> pd.DataFrame:
     """Read the numbers in a file of metrics. Keep only the newest row of each step and split."""
     columns = [*_METRICS, *([_SPLIT] if path.stem == "eval" else [])]
     parts, total, damaged = list[pd.DataFrame](), 0, 0
-    lines = (record for _, record in numbered_json_lines(path))
+    lines = json_lines(path)
     # A long run has millions of lines, so only some of them are Python objects at a time.
     while some := list(islice(lines, _PART_ROWS)):
         rows = [_numbers(record) for record in some if record is not None]

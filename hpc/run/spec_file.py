@@ -22,6 +22,8 @@ LIBRARIES = (
     "torch.distributed.tensor",
 )
 """Modules of torch that almost every program imports sooner or later."""
+BRACE = "{torchrelay_brace}"
+"""The name for which the node writes `{`. Our own programs have it for each brace of a value that somebody typed."""
 _Part = TypeVar("_Part")
 
 

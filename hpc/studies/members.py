@@ -16,18 +16,12 @@ from hpc.run.rundir import RunDir
 from hpc.studies.group import GroupDir, GroupSpec
 from hpc.submissions.new_run import start_run
 from hpc.submissions.options import SubmitOptions, build, submit_flags
-from hpc.submissions.plan import code_of
 from hpc.submissions.resumed_run import options_of as resumed
 from hpc.submissions.resumed_run import resume_run
 from hpc.submissions.user_code.own_code import UserCode, find_code
 
 # Settings that differ between the runs of a group, or that its runs do not have.
 _NOT_COMMON = {"name", "runs-dir", "config", "dry-run", "wait", "help-all", "json", "debug"}
-
-
-def user_code(options: SubmitOptions) -> UserCode:
-    """Return the code that all runs of a group use. Raises UserError if it cannot be found."""
-    return code_of(options, elsewhere=bool(options.python or options.container))
 
 
 def common(options: SubmitOptions, code: UserCode) -> dict[str, Any]:

@@ -182,9 +182,8 @@ def main(
     typed = {word[2:].partition("=")[0].replace("_", "-") for word in flags if word.startswith("-")}
     own = {field.name.replace("_", "-") for field in dataclasses.fields(continued)}
     if not script and "name" in typed and typed <= own:
-        work, reading = partial(_work, load, kind, None), cli.Reading(explain=explain)
-        return cli.run(work, continued, kind.KIND, flags, reading)
-    return run_verb(kind.KIND, partial(_work, load, kind, start), options, flags, script, {"dry_run", "wait"})
+        return cli.run(partial(_work, load, kind, None), continued, kind.KIND, flags, explain=explain)
+    return run_verb(kind.KIND, partial(_work, load, kind, start), options, flags, script)
 
 
 def _work(

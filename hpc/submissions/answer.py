@@ -13,8 +13,7 @@ from hpc.slurm.executor import SlurmExecutor, agent_command
 from hpc.submissions.cluster_choice import this_machine
 from hpc.submissions.new_run import NewRun
 from hpc.submissions.options import SubmitOptions
-from hpc.submissions.user_code.code_notes import code_line
-from hpc.submissions.user_code.script_hints import hints
+from hpc.submissions.user_code.script_hints import code_line, hints
 
 
 def show_dry_run(new: NewRun, *, as_json: bool) -> None:

@@ -6,19 +6,62 @@ Each check raises UserError with the flag, its value, and what to type.
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 
 from hpc.base.errors import UserError
-from hpc.base.files import nearest_existing
+from hpc.base.files import UNSUPPORTED, fsync_directory, nearest_existing
 from hpc.base.kernel import automounted_at, file_system_type
+from hpc.run.events.ledger import attempt_prefix
 from hpc.run.ownership import who_may_rename
 from hpc.run.spec import Cluster, RunSpec
-from hpc.submissions.runs_storage import LOST, Feature, has_been_seen_by_nodes, missing_features
 
 _NODE_LOCAL = (Path("/tmp"), Path("/dev/shm"))  # noqa: S108 - these are refused, not used
 # The space that the files of a run need besides its checkpoints.
 _MIN_FREE_BYTES = 64 * 2**20
+
+
+class Feature(StrEnum):
+    """A feature that a file system may lack."""
+
+    HARD_LINKS = "hard links"
+    DIRECTORY_FSYNC = "fsync of directories"
+
+
+LOST = {
+    Feature.HARD_LINKS: "two jobs of a run could both train it, so no run can start",
+    Feature.DIRECTORY_FSYNC: "when the storage loses power, the newest checkpoint may be lost, and the run continues "
+    "from the previous one",
+}
+"""The consequences if a feature is missing, for warnings."""
+
+
+def missing_features(directory: Path) -> list[Feature]:
+    """Return the features that the file system of a directory lacks. The directory need not exist.
+
+    Raises:
+        OSError: nothing can be written there.
+    """
+    missing = []
+    with tempfile.TemporaryDirectory(prefix=".probe-", dir=nearest_existing(directory)) as name:
+        probe = Path(name)
+        (probe / "file").touch()
+        try:
+            os.link(probe / "file", probe / "link")
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+            missing.append(Feature.HARD_LINKS)
+        if not fsync_directory(probe):
+            missing.append(Feature.DIRECTORY_FSYNC)
+    return missing
+
+
+def has_been_seen_by_nodes(runs_dir: Path) -> bool:
+    """Return whether a run in this directory has started. If so, the nodes see the directory under this path."""
+    return any(runs_dir.glob(f"*/events/{attempt_prefix(1)}*"))
 
 
 def check_setup(lines: Sequence[str], cluster: Cluster) -> None:
@@ -36,15 +79,14 @@ def check_setup(lines: Sequence[str], cluster: Cluster) -> None:
 
 def check_recovery(spec: RunSpec) -> None:
     """Refuse flags without effect, and a --signal-before or --grace-period that is not shorter than the time limit."""
-    if spec.recovery.spares and spec.cluster == "local":
-        raise UserError(f"--spares is {spec.recovery.spares}, but --cluster local has no spare nodes: leave it out")
-    if spec.recovery.continue_with != "auto" and spec.cluster == "local":
-        way = spec.recovery.continue_with
-        raise UserError(f"--continue-with is {way}, but --cluster local always requeues: leave it out")
-    if spec.network.interface and spec.cluster == "local":
-        raise UserError(
-            f"--interface is {spec.network.interface}, but --cluster local has no network between nodes: leave it out"
-        )
+    way = None if spec.recovery.continue_with == "auto" else spec.recovery.continue_with
+    for flag, value, why in (
+        ("--spares", spec.recovery.spares, "has no spare nodes"),
+        ("--continue-with", way, "always requeues"),
+        ("--interface", spec.network.interface, "has no network between nodes"),
+    ):
+        if value and spec.cluster == "local":
+            raise UserError(f"{flag} is {value}, but --cluster local {why}: leave it out")
     if spec.stop_signal and not spec.program.isolated:
         name = spec.recovery.stop_signal
         raise UserError(f"--stop-signal is {name}, but it applies only to your own script: leave it out")

@@ -63,7 +63,7 @@ def start_run(
     # Nobody but the user may write to the files of the run (hpc.run.ownership). The job inherits this umask.
     os.umask(os.umask(0) | 0o022)
     run, spec = plan(options)
-    code = code or code_of(options, elsewhere=bool(spec.python or spec.container))
+    code = code or code_of(options)
     spec = dataclasses.replace(
         spec, program=code.program if code.script else spec.program, working_directory=code.working_directory,
         in_place=str(code.root) if code.in_place else None,
@@ -111,12 +111,9 @@ def _submit(
             raise
     if executor:
         submitted = Submitted(
-            job_id=job_id,
-            cluster=spec.cluster,
-            stop_lead_seconds=spec.stop_lead_seconds,
-            grace_seconds=grace_seconds,
+            job_id=job_id, cluster=spec.cluster, stop_lead_seconds=spec.stop_lead_seconds, grace_seconds=grace_seconds,
             excluded=tuple(executor.excluded),
-        )
+        )  # fmt: skip
         _events(run).append(submitted)
         with suppress(OSError):  # the job is queued, whether stderr can be written or not
             for note in executor.notes:

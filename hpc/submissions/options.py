@@ -1,11 +1,11 @@
 """The flags of `hpc submit` and of everything that submits: `hpc fork`, the Python API. Runs on the login node."""
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, ClassVar, TypeVar, cast
 
 from hpc.base import flag_files, program
 from hpc.base.errors import UserError
@@ -71,7 +71,17 @@ class RunFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SubmitOptions(RunFlags, cli.Common):
+class JobFlags:
+    """Flags of a run's jobs, which may also change when the run resumes."""
+
+    resources: Resources = field(default_factory=Resources)
+    recovery: Recovery = field(default_factory=Recovery)
+    network: Network = field(default_factory=Network)
+    notification: Notification = field(default_factory=Notification)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubmitOptions(JobFlags, RunFlags, cli.Common):
     """Submit a training to Slurm and keep it running until it is complete.
 
     For example:
@@ -81,12 +91,11 @@ class SubmitOptions(RunFlags, cli.Common):
       hpc submit job.sbatch --dry-run
     """
 
+    REFUSED: ClassVar[frozenset[str]] = frozenset()
+    """The fields whose flags a verb with these options refuses."""
+
     program: ProgramFlags
     """The program, with its own flags (`with_program`)."""
-    resources: Resources = field(default_factory=Resources)
-    recovery: Recovery = field(default_factory=Recovery)
-    network: Network = field(default_factory=Network)
-    notification: Notification = field(default_factory=Notification)
     dry_run: bool = False
     """Check all flags, ask Slurm with sbatch --test-only, and print the script without submitting it."""
     wait: bool = False
@@ -97,11 +106,6 @@ class SubmitOptions(RunFlags, cli.Common):
 
 @dataclass(frozen=True, kw_only=True)
 class _ScriptHelp:
-    # These fields are only for the help: the parser never sees words that `replace_file` and `split_script` take.
-    file: Annotated[str, Flag(metavar="[job.sbatch]", is_positional=True)] = ""
-    """Batch script that works with sbatch; flags after it win over those in it."""
-    script: Annotated[tuple[str, ...], Flag(metavar="[-- script.py ARGS]", is_positional=True)] = ()
-    """Your own torchrun script with its arguments, or -m and a module, instead of the image classifier."""
     own_script: OwnScript = field(default_factory=OwnScript)
 
 
@@ -110,7 +114,8 @@ def _for_help(options: type[SubmitOptions]) -> type[SubmitOptions]:
 
     @dataclass(frozen=True, kw_only=True)
     class Shown(options, _ScriptHelp):  # type: ignore[valid-type, misc]  # fields of the last base class come first
-        pass
+        script: Annotated[tuple[str, ...], Flag(metavar="[-- script.py ARGS]", is_positional=True)] = ()
+        """Your own torchrun script with its arguments, or -m and a module, instead of the image classifier."""
 
     Shown.__doc__ = options.__doc__
     return Shown
@@ -165,24 +170,22 @@ def run_verb(
     options: type[SubmitOptions],
     arguments: list[str],
     script: tuple[str, ...],
-    hidden: Collection[str] = (),
+    complete: Callable[[dict[str, Any]], Any] | None = None,
 ) -> int:
-    """Run a verb that has the flags of a submission, completed by the user's defaults and files.
+    """Run a verb that has the flags of a submission. `complete` makes the options of the typed flags, as `completed`.
 
-    `--help` shows the everyday flags, and `--help-all` all flags, but never the `hidden` ones.
+    `--help` shows the everyday flags, and `--help-all` all flags.
     """
     kind, all_flags = kind_for(script), "--help-all" in arguments
     parsed = with_program(options, kind)
     if not script and not {"-h", "--help", "--help-all"}.isdisjoint(arguments):
         parsed = _for_help(parsed)
     rare = {field.name for field in program.flags(parsed) if not is_everyday(field.name)}
-    reading = cli.Reading(
-        complete=lambda typed: completed(typed, options, script),
-        refused=others(kind),
-        explain=sbatch_advice.explain,
-        shown=program.Help(hidden={*hidden, *(() if all_flags else rare)}),
-    )
-    return cli.run(work, parsed, name, ["--help"] if all_flags else arguments, reading)
+    return cli.run(
+        work, parsed, name, ["--help"] if all_flags else arguments,
+        complete=complete or (lambda typed: completed(typed, options, script)), refused=others(kind),
+        explain=sbatch_advice.explain, hidden=() if all_flags else rare,
+    )  # fmt: skip
 
 
 def completed(typed: Mapping[str, Any], options: type[Options], script: tuple[str, ...] = ()) -> Options:

@@ -15,14 +15,14 @@ from hpc.run.rundir import RunDir, check_run_name
 from hpc.run.spec import Cluster, RunSpec
 from hpc.services.notification.recipients import with_known_names
 from hpc.services.tracking.opening import tracker_of
-from hpc.slurm import sinfo, squeue
+from hpc.slurm import squeue
 from hpc.slurm.predecessors import dependency
 from hpc.submissions import checks
 from hpc.submissions.cluster_choice import choose_cluster, slurm_only
 from hpc.submissions.options import SubmitOptions
-from hpc.submissions.resources import local_resources, resolve_device, resolve_resources
-from hpc.submissions.user_code.code_notes import warnings_of_code
+from hpc.submissions.resources import complete, resolve_device
 from hpc.submissions.user_code.own_code import UserCode, find_code
+from hpc.submissions.user_code.script_hints import warnings_of_code
 from hpc.submissions.user_python import user_environment
 
 # The shortest --stage-timeout, because an agent may be busy for a moment with deleting old copies and moving files.
@@ -38,12 +38,9 @@ def plan(options: SubmitOptions) -> tuple[RunDir, RunSpec]:
     in_terminal = sys.stdin is not None and sys.stdin.isatty()  # a daemon may have closed it
     cluster = choose_cluster(options.cluster, options.resources, in_terminal=in_terminal)
     checks.check_setup(options.resources.setup, cluster)
-    if cluster == "slurm":
-        resources = resolve_resources(options.resources, sinfo.partitions(), options.recovery.spares)
-        for flag, path in {"--data": resolved.data, **resolved.files}.items():
-            checks.check_is_shared(flag, path)
-    else:
-        resources = local_resources(options.resources)
+    resources = complete(options.resources, cluster, options.recovery.spares)
+    for flag, path in {"--data": resolved.data, **resolved.files}.items() if cluster == "slurm" else ():
+        checks.check_is_shared(flag, path)
     checks.check_runs_dir(options.runs_dir, on_cluster=cluster == "slurm")
     for flag, value in (("--container", options.container), ("--python", options.python)):
         user_environment.check_use(flag, value, trains=not is_script, stages=options.stage_env)
@@ -114,13 +111,11 @@ def _check_predecessors(run: RunDir, spec: RunSpec) -> None:
         raise UserError(f"run {run.name} would never begin: {error}") from error
 
 
-def code_of(options: SubmitOptions, *, elsewhere: bool) -> UserCode:
-    """Return the user's code. `elsewhere` says whether the script has a Python environment of its own.
-
-    Raises:
-        UserError: the code lacks the script.
-    """
-    flags = options.program
+def code_of(options: SubmitOptions) -> UserCode:
+    """Return the user's code. Raises UserError if it lacks the script."""
+    flags, has_own = options.program, options.python or options.container
+    # This process cannot see the modules of the script's own environment, be it typed or active.
+    elsewhere = bool(has_own or (not options.stage_env and user_environment.find_python()))
     return find_code(Path.cwd(), flags.script, options.runs_dir, elsewhere=elsewhere, in_place=flags.in_place)
 
 

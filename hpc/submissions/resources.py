@@ -10,10 +10,16 @@ from hpc.base.units import TimeLimit
 from hpc.run.device_choice import DeviceChoice
 from hpc.run.spec import Cluster, Resources
 from hpc.slurm import client as slurm
+from hpc.slurm import sinfo
 from hpc.slurm.sinfo import Partition
 
 # One of these exists if a GPU's driver is loaded.
 _DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
+
+
+def complete(asked: Resources, cluster: Cluster, spares: int) -> Resources:
+    """Complete the resources of a run. Raises UserError if the cluster cannot provide them."""
+    return resolve_resources(asked, sinfo.partitions(), spares) if cluster == "slurm" else local_resources(asked)
 
 
 def resolve_resources(asked: Resources, partitions: list[Partition], spares: int = 0) -> Resources:
@@ -63,10 +69,7 @@ def _no_such_gpus(asked: Resources, kinds: list[Partition], partitions: list[Par
     if gpus.kind and by_type:
         has, advice = ", ".join(sorted(by_type)), "one of these, or fewer"
     elif total:
-        has, advice = (
-            f"{total} without a type" if gpus.kind else f"{total}",
-            f"--gpus-per-node {total} or fewer",
-        )
+        has, advice = (f"{total} without a type" if gpus.kind else f"{total}", f"--gpus-per-node {total} or fewer")
     else:
         has, advice = "0", "--gpus-per-node 0 to train on CPUs"
     others = sorted({kind.name for kind in partitions if kind.gpus(gpus.kind) >= gpus.count})

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from torchrelay.checkpoint_files import list_checkpoints
@@ -25,28 +25,24 @@ from hpc.base.program import plain
 from hpc.base.text import few, visible
 from hpc.commands import cli
 from hpc.programs.program_flags import Begun
-from hpc.programs.program_kinds import program_of_run
+from hpc.programs.program_kinds import adaptable_settings_of, program_of_run, settings_of
 from hpc.run.causes import Cause
 from hpc.run.events.history import History
 from hpc.run.events.kinds import Cancelled, CheckpointSaved, Resubmitted, Resumed, SnapshotSaved, TrainCompleted
 from hpc.run.events.ledger import EventWriter
-from hpc.run.events.resumption import (
-    next_resumption,
-    record_resumption,
-    resumption_file,
-)
+from hpc.run.events.resumption import next_resumption, record_resumption, resumption_file
 from hpc.run.rundir import RunDir
-from hpc.run.spec import Network, Notification, Recovery, Resources, RunSpec, program_of
+from hpc.run.spec import RunSpec, program_of
 from hpc.services.notification.recipients import with_known_names
-from hpc.slurm import handover, sinfo, squeue
+from hpc.slurm import handover, squeue
 from hpc.slurm.alive import local_jobs, slurm_jobs
 from hpc.slurm.executor import SlurmExecutor, start_local
 from hpc.slurm.predecessors import redirect_waiting_jobs
 from hpc.submissions import checks
 from hpc.submissions.new_run import preemption_grace
-from hpc.submissions.resources import local_resources, resolve_resources
-from hpc.submissions.settings import adaptable_settings_of, settings_of
-from hpc.submissions.user_code.package_copy import damaged_packages
+from hpc.submissions.options import JobFlags
+from hpc.submissions.resources import complete
+from hpc.submissions.user_code.code_copy import damaged_packages
 from hpc.submissions.user_code.renewed_code import prepare_code, replace_code, restore_code
 
 # The longest wait for the end of a cancelled job. Most jobs save and end sooner.
@@ -54,17 +50,13 @@ _ENDING_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResumeOptions(cli.RunOptions):
+class ResumeOptions(JobFlags, cli.RunOptions):
     """Continue a run after hpc cancel or a failure, or train a complete one longer, from its newest saved state.
 
     Flags that you leave out keep the values that they have in the run. The counts of failures start again from zero.
     Flags that would change the steps of the training, such as --lr, need hpc fork.
     """
 
-    resources: Resources = field(default_factory=Resources)
-    recovery: Recovery = field(default_factory=Recovery)
-    network: Network = field(default_factory=Network)
-    notification: Notification = field(default_factory=Notification)
     program: Annotated[Any, INTERNAL] = None
     """Changes of the flags of the run's program, by name."""
     new_code: bool = False
@@ -194,25 +186,18 @@ def _adjusted(run: RunDir, before: RunSpec, options: ResumeOptions, history: His
         resources = dataclasses.replace(resources, time=before.resources.time)
     after = dataclasses.replace(
         before, program=kept, resources=resources, recovery=options.recovery, network=options.network,
-        notification=_adjusted_notification(before, options), has_default_time=has_default_time,
+        has_default_time=has_default_time,
     )  # fmt: skip
+    if options.notification != before.notification:  # else a missing recipient costs only its messages
+        after = dataclasses.replace(after, notification=with_known_names(options.notification))
     if (after.resources, after.recovery, after.network) == (before.resources, before.recovery, before.network):
         return after
     checks.check_setup(after.resources.setup, after.cluster)
-    if after.cluster == "slurm":
-        resources = resolve_resources(after.resources, sinfo.partitions(), after.recovery.spares)
-    else:
-        resources = local_resources(after.resources)
+    resources = complete(after.resources, after.cluster, after.recovery.spares)
     after = dataclasses.replace(after, resources=resources)
     checks.check_recovery(after)
     adjusted.check_ranks(resources.nodes.most * resources.ranks_per_node, has_gpus=after.device != "cpu")
     return after
-
-
-def _adjusted_notification(before: RunSpec, options: ResumeOptions) -> Notification:
-    """Return the notification flags. Unchanged flags are not checked: a missing recipient costs only its messages."""
-    asked = options.notification
-    return before.notification if asked == before.notification else with_known_names(asked)
 
 
 def changed_settings(before: RunSpec, after: RunSpec) -> dict[str, Any]:
@@ -251,15 +236,11 @@ def _continue(run: RunDir, before: RunSpec, after: RunSpec, history: History, *,
             run.final.rename(kept)
             undo.callback(kept.rename, run.final)
         resumed = Resumed(
-            attempt=attempt,
-            number=number,
-            cancellations=len(history.of(Cancelled)),
-            by=getpass.getuser(),
-            changed=changed_settings(before, after),
+            attempt=attempt, number=number, cancellations=len(history.of(Cancelled)), by=getpass.getuser(),
+            changed=changed_settings(before, after), stop_lead_seconds=after.stop_lead_seconds,
             revision=run.revision.read_text().strip() if copy and run.revision.exists() else None,
-            stop_lead_seconds=after.stop_lead_seconds,
             grace_seconds=preemption_grace(after),
-        )
+        )  # fmt: skip
         if not record_resumption(run, resumed):
             raise TorchrelayError(f"another process has resumed run {run.name}: see hpc status {run.name}")
         undo.callback(resumption_file(run, number).unlink)

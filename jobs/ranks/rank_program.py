@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from hpc.run.spec_file import Program
+from hpc.run.spec_file import BRACE, Program
 
 # Packages whose import neither starts threads nor queries GPUs. After either, forks would not work.
 _SAFE_TO_FORK = frozenset({"PIL", "numpy", "timm", "torch", "torchvision"})
@@ -26,8 +26,10 @@ def program_argv(program: Program, start: Path, places: Mapping[str, object]) ->
     # Normalize a path such as `../train.py`, because the script's directory becomes the first entry of sys.path.
     named = [first, others.pop(0)] if first == "-m" else [os.path.normpath(start / first)]
 
+    values = {**places, BRACE[1:-1]: "{"}
+
     def value(match: re.Match[str]) -> str:
-        return str(places.get(match[1], match[0]))
+        return str(values.get(match[1], match[0]))
 
     return [*named, *(re.sub(r"\{(\w+)\}", value, word) for word in others)]
 

@@ -370,9 +370,9 @@ def submit_and_wait(site: Site, *arguments: str) -> Run:
     return Run(site, RunDir(Path(answer["run_dir"])), answer["job_id"])
 
 
-def refused(site: Site, *arguments: str) -> str:
+def refused(site: Site, *arguments: str, **environment: str) -> str:
     """The one line with which a verb refuses its command line."""
-    done = site.hpc(*arguments)
+    done = site.hpc(*arguments, **environment)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stdout + done.stderr
     return done.stderr
 

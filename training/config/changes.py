@@ -22,7 +22,7 @@ IDENTIFYING = (
 """The flags on which a saved state depends. A training with another value needs a new run."""
 ADJUSTABLE = frozenset(field.name for field in fields(Adjustable))
 # `weights` affects only the start of a training. `synthetic` replaces the data, whose fingerprint is in a saved state.
-_OF_THE_BEGINNING = frozenset({"weights", "synthetic"})
+OF_THE_BEGINNING = frozenset({"weights", "synthetic"})
 # In these schedules every learning rate depends on the number of epochs.
 _PLANNED = frozenset({"cosine", "one-cycle"})
 
@@ -52,7 +52,7 @@ def refuse_on_fork(changed: Collection[str], best: Path) -> None:
     Raises:
         UserError: says what to type instead.
     """
-    for name in sorted({*IDENTIFYING, *_OF_THE_BEGINNING}.intersection(changed)):
+    for name in sorted({*IDENTIFYING, *OF_THE_BEGINNING}.intersection(changed)):
         raise UserError(
             f"{flag(name)} cannot change in a training that has begun: type hpc submit --name NEW {flag(name)} ... for "
             f"a new one; with --weights {best / MODEL_WEIGHTS} it begins with the weights of this one, if the model is "

@@ -16,9 +16,9 @@ from hpc.programs.program_flags import Begun, ProgramFlags, ResolvedProgram, Stu
 from hpc.run.causes import EXIT_CODES
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
-from hpc.run.spec_file import LIBRARIES, Program
+from hpc.run.spec_file import BRACE, LIBRARIES, Program
 from training.config import data_checks
-from training.config.changes import check_adjusted, refuse_on_fork, refuse_on_resume
+from training.config.changes import IDENTIFYING, OF_THE_BEGINNING, check_adjusted, refuse_on_fork, refuse_on_resume
 from training.config.command_line import RecipeName, preset, train_words
 from training.config.dataset_layout import resolve_data, title_of
 from training.config.evaluation_task import EvaluationTask
@@ -65,6 +65,8 @@ class ClassifierFlags(_OfSubmission, ProgramFlags):
     TITLE: ClassVar[str] = "image classifier"
     ADJUSTABLE: ClassVar[type[Any]] = Adjustable
     """The dataclass of the flags that `hpc resume` may set."""
+    FIXED: ClassVar[frozenset[str]] = frozenset({"recipe", *IDENTIFYING, *OF_THE_BEGINNING})
+    """The fields whose flags only a new training may set."""
 
     train: TrainConfig
 
@@ -72,7 +74,7 @@ class ClassifierFlags(_OfSubmission, ProgramFlags):
     def of_run(cls, spec: RunSpec) -> Self:
         """Return the flags of a training or an evaluation."""
         own = [word for word in spec.program.argv[2:] if word not in {*_RANK_WORDS, _DATA_WORD}]
-        flags = command_line.read((RankOptions,), own, "training")
+        flags = command_line.read((RankOptions,), [word.replace(BRACE, "{") for word in own], "training")
         data = {} if spec.data is None else {"data": spec.data}
         packed = {} if spec.pack is None else {"pack": "on", "pack-size": spec.pack}
         return command_line.build(cls, {**flags, **data, **packed})
@@ -85,10 +87,10 @@ class ClassifierFlags(_OfSubmission, ProgramFlags):
     def as_program(self) -> Program:
         """Return the program of the training or, if the run has a task for one, of the evaluation."""
         recipe = [] if self.recipe is None else [f"--recipe={self.recipe}"]
-        words = [*recipe, *(word for word in train_words(self.train) if not word.startswith("--data="))]
+        own = (word.replace("{", BRACE) for word in train_words(self.train) if not word.startswith("--data="))
         return Program(
             built_in=self.KIND,
-            argv=("-m", self.MODULE, *_RANK_WORDS, *([] if self.train.synthetic else [_DATA_WORD]), *words),
+            argv=("-m", self.MODULE, *_RANK_WORDS, *([] if self.train.synthetic else [_DATA_WORD]), *recipe, *own),
             preload=_preload(self.train),
             exit_codes=EXIT_CODES,
             reports_steps=True,

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from hpc.base.kernel import RAM_BACKED
 from hpc.base.node_info import TorchBuild
-from hpc.submissions.runs_storage import LOST, Feature
+from hpc.submissions.checks import LOST, Feature
 
 _LOCAL_DISK = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay"})
 Facts = TypeVar("Facts")

@@ -17,16 +17,9 @@ from hpc.programs.program_flags import ProgramFlags
 from hpc.programs.program_kinds import DEFAULT
 from hpc.submissions.options import with_program
 
-# For each command, the class of its flags, preceded by the class's module if that is not the command's own module.
-OPTIONS = {
-    "submit": "SubmitOptions", "status": "StatusOptions", "logs": "LogsOptions",
-    "cancel": "CancelOptions", "resume": "ResumeTraining", "fork": "ForkTraining", "evaluate": "EvaluateOptions",
-    "report": "ReportOptions", "sweep": "SweepOptions", "scaling": "ScalingOptions", "shell": "ShellOptions",
-    "sync": "SyncOptions", "clean": "CleanOptions", "supervise": "SuperviseOptions",
-    "doctor": "DoctorOptions", "drill": "DrillOptions",
-    "notify": "NotifyOptions", "config": "ConfigOptions", "completion": "CompletionOptions",
-    "testbed": "TestbedOptions", "train": "training.config.command_line:TrainOptions",
-    "pack": "training.pack.__main__:PackOptions",
+# The modules and classes of the programs' flags. The class of a command's flags is named after the command.
+_OF_PROGRAMS = {
+    "train": "training.config.command_line:TrainOptions", "pack": "training.pack.__main__:PackOptions",
     "predict": "training.inference.predict:PredictOptions", "export": "training.inference.export:ExportOptions",
     "profile": "training.profile:ProfileOptions", "verify": "training.verify_resume.__main__:VerifyOptions",
 }  # fmt: skip
@@ -53,11 +46,9 @@ def completion(options: CompletionOptions) -> int:
     programs = {} if lacking_classifier() else {name: summary for name, (_, summary) in PROGRAMS.items()}
     for command, summary in (VERBS | programs).items():
         parser = commands.add_parser(command, help=summary)
-        if command not in OPTIONS:
-            continue
         texts = program.flag_texts(options_of(command))
         # hpc evaluate has flags of its own in place of some of the program's.
-        for field in {field.name: field for field in program.flags(options_of(command))}.values():
+        for field in {field.name: field for field in program.offered(options_of(command))}.values():
             first, _, _ = " ".join(texts[field.name].split()).partition(". ")
             action = program.add_flag(parser, field, first.replace("%", "%%"))
             if field.type is not bool and not action.choices:
@@ -68,8 +59,9 @@ def completion(options: CompletionOptions) -> int:
 
 def options_of(command: str) -> type[Any]:
     """Return the dataclass of a command's flags, with those of the default program if it submits any."""
-    module, _, name = OPTIONS[command].rpartition(":")
-    options: type[Any] = getattr(importlib.import_module(module or module_of(command)), name)
+    own = f"{module_of(command)}:{command.capitalize()}Options" if command in VERBS else _OF_PROGRAMS[command]
+    module, _, name = own.partition(":")
+    options: type[Any] = getattr(importlib.import_module(module), name)
     takes_any = any(field.type is ProgramFlags for field in fields(options))
     return with_program(options, DEFAULT) if takes_any else options
 

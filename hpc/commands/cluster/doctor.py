@@ -18,17 +18,7 @@ from hpc.base.flags import POSITIONAL
 from hpc.base.kernel import automounted_at, file_system_type
 from hpc.base.node_info import NodeInfo
 from hpc.base.text import visible
-from hpc.cluster.doctor.findings import (
-    OF_LOGIN,
-    Finding,
-    LoginNode,
-    Severity,
-    costs,
-    judge,
-    merge,
-    note,
-    text_of,
-)
+from hpc.cluster.doctor.findings import OF_LOGIN, Finding, LoginNode, Severity, costs, judge, merge, note, text_of
 from hpc.cluster.doctor.node_findings import OF_MACHINE, OF_NODE, compare
 from hpc.cluster.doctor.node_job import NodeOptions, probe_nodes
 from hpc.cluster.doctor.slurm_findings import OF_SLURM, ClusterFacts
@@ -39,8 +29,8 @@ from hpc.run.spec import RunSpec
 from hpc.slurm import bad_nodes, cluster_config
 from hpc.slurm import client as slurm
 from hpc.status.printing import console_for
+from hpc.submissions.checks import Feature, has_been_seen_by_nodes, missing_features
 from hpc.submissions.options import with_defaults
-from hpc.submissions.runs_storage import Feature, has_been_seen_by_nodes, missing_features
 from hpc.submissions.sbatch.sbatch_advice import explain
 from hpc.submissions.user_python import user_environment
 
@@ -207,4 +197,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         asked = {"node": [], **typed} if "nodes" in typed else typed
         return program.build(DoctorOptions, with_defaults(asked, DoctorOptions))
 
-    return cli.run(doctor, DoctorOptions, "doctor", argv, cli.Reading(complete=complete, explain=explain))
+    return cli.run(doctor, DoctorOptions, "doctor", argv, complete=complete, explain=explain)

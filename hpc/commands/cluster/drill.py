@@ -7,10 +7,10 @@ node-kill kills all processes of the run on the node, and preempt requeues the r
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from hpc.base.errors import TorchrelayError, UserError
 from hpc.base.flags import POSITIONAL, Flag
@@ -27,6 +27,7 @@ from hpc.status.printing import print_interruptions, summaries
 from hpc.status.summary import TERMINAL, Summary
 
 Kind = Literal["worker-kill", "node-kill", "preempt", "hang"]
+T = TypeVar("T")
 _POLL_SECONDS = 1.0
 # Longer than Slurm takes to notice a dead node (SlurmdTimeout, 300 s) and to start a requeued job (120 s) together.
 _TIMEOUT_SECONDS = 900.0
@@ -63,7 +64,10 @@ class DrillTarget:
 def drill(options: DrillOptions) -> int:
     """Ask, cause the failure, wait, and print the interruptions. Returns 1 if the run has failed or is cancelled."""
     run = cli.find_own_run(options.run, options.runs_dir)
-    row = _await_ranks(run)
+    row = _with_ranks(run)
+    if row is None:
+        print(f"waiting until the ranks of run {run.name} have started", file=sys.stderr)
+        row = _await(partial(_with_ranks, run), run, f"the ranks of run {run.name} have not started")
     target = target_of(options, run, row, History.load(run))
     command, action = plan(options.kind, target)
     if not options.yes:
@@ -77,7 +81,7 @@ def drill(options: DrillOptions) -> int:
     pids = slurm.run(*command)
     if options.kind in _RANK_FAULTS and not pids.strip():
         raise TorchrelayError(f"rank {target.rank} does not run on {' '.join(target.nodes)}: nothing was done")
-    found = _await_recovery(run, before)
+    found = _await(partial(_interruptions, run, before), run, f"run {run.name} has not resumed training")
     state = summaries([run])[0].state
     if options.json:
         cli.print_json(
@@ -88,22 +92,22 @@ def drill(options: DrillOptions) -> int:
     return 1 if state in {"failed", "cancelled"} else 0
 
 
-def _await_ranks(run: RunDir) -> Summary:
-    """Wait until all ranks of the run have started, and return its status. Raises UserError if the run has ended."""
-    deadline, has_said = time.monotonic() + _TIMEOUT_SECONDS, False
+def _await(look: Callable[[], T | None], run: RunDir, problem: str) -> T:
+    """Return the result of `look` once there is one. Raises TorchrelayError, with the problem, after 15 minutes."""
+    deadline = time.monotonic() + _TIMEOUT_SECONDS
     while time.monotonic() < deadline:
-        row, last = summaries([run])[0], History.load(run).last_attempt
-        if row.state in TERMINAL:
-            raise UserError(f"run {run.name} has no ranks: its state is {row.state} (hpc status {run.name})")
-        if row.state == "running" and last is not None and last.world_size:
-            return row
-        if not has_said:
-            print(f"waiting until the ranks of run {run.name} have started", file=sys.stderr)
-            has_said = True
+        if (found := look()) is not None:
+            return found
         time.sleep(_POLL_SECONDS)
-    raise TorchrelayError(
-        f"the ranks of run {run.name} have not started after {_TIMEOUT_SECONDS:.0f} s: see hpc status {run.name}"
-    )
+    raise TorchrelayError(f"{problem} after {_TIMEOUT_SECONDS:.0f} s: see hpc status {run.name}")
+
+
+def _with_ranks(run: RunDir) -> Summary | None:
+    """Return the status of the run if all its ranks have started. Raises UserError if the run has ended."""
+    row, last = summaries([run])[0], History.load(run).last_attempt
+    if row.state in TERMINAL:
+        raise UserError(f"run {run.name} has no ranks: its state is {row.state} (hpc status {run.name})")
+    return row if row.state == "running" and last is not None and last.world_size else None
 
 
 def target_of(options: DrillOptions, run: RunDir, row: Summary, history: History) -> DrillTarget:
@@ -130,10 +134,7 @@ def target_of(options: DrillOptions, run: RunDir, row: Summary, history: History
 
 
 # For each failure of one rank, the action of `hpc.cluster.drill_faults` and its description.
-_RANK_FAULTS = {
-    "worker-kill": ("kill", "kill rank {} with SIGKILL"),
-    "hang": ("stop", "stop rank {} with SIGSTOP"),
-}
+_RANK_FAULTS = {"worker-kill": ("kill", "kill rank {} with SIGKILL"), "hang": ("stop", "stop rank {} with SIGSTOP")}
 
 
 def plan(kind: Kind, target: DrillTarget) -> tuple[list[str], str]:
@@ -167,26 +168,17 @@ def on_nodes(target: DrillTarget, nodes: Sequence[str], *action: str) -> list[st
     ]  # fmt: skip
 
 
-def _await_recovery(run: RunDir, before: History) -> list[Interruption]:
-    """Wait until the run trains again or has ended. Returns its interruptions since `before`.
+def _interruptions(run: RunDir, before: History) -> list[Interruption] | None:
+    """Return the run's interruptions since `before` if it trains again or has ended.
 
     A run trains again when all ranks have started and, if it reports steps, the first step is done.
-    Raises TorchrelayError after 15 minutes.
     """
-    known = len(interruptions_of(before))
-    deadline = time.monotonic() + _TIMEOUT_SECONDS
-    while time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
-        history = History.load(run)
-        new = interruptions_of(history)[known:]
-        reports_steps = history.knows_steps or bool(history.of(FirstStep))
-        has_started = bool(new) and history.attempts[-1].world_size is not None
-        trains = has_started and (not reports_steps or new[-1].seconds["first_step"] is not None)
-        if trains or summaries([run])[0].state in TERMINAL:
-            return new
-    raise TorchrelayError(
-        f"run {run.name} has not resumed training after {_TIMEOUT_SECONDS:.0f} s: see hpc status {run.name}"
-    )
+    history = History.load(run)
+    new = interruptions_of(history)[len(interruptions_of(before)) :]
+    reports_steps = history.knows_steps or bool(history.of(FirstStep))
+    has_started = bool(new) and history.attempts[-1].world_size is not None
+    trains = has_started and (not reports_steps or new[-1].seconds["first_step"] is not None)
+    return new if trains or summaries([run])[0].state in TERMINAL else None
 
 
 main = partial(cli.run, drill, DrillOptions, "drill")

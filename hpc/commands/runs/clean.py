@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated
 
@@ -48,8 +49,7 @@ _REMOVED = re.compile(rf"\..+\.[0-9a-f]{{32}}\.{_ENDING}")
 class CleanOptions(cli.RunsOptions):
     """List the runs that have ended by the disk space that they use, or remove them with --yes.
 
-    Pending and running runs and the runs of other users stay. Copies of Torchrelay's packages that earlier versions
-    kept beside the runs are also listed and removed; no run needs them.
+    Pending and running runs and the runs of other users stay.
     """
 
     run: Annotated[tuple[str, ...], cli.ANY_RUNS] = ()
@@ -79,52 +79,27 @@ class Holding:
     checkpoints: int
     """Bytes of the run's checkpoints, a part of `size`."""
 
-    def freed(self, *, checkpoints_only: bool) -> int:
-        """Return the bytes that are freed by removing the run or, with `checkpoints_only`, only its checkpoints."""
-        return self.checkpoints if checkpoints_only else self.size
-
-
-@dataclass(frozen=True, kw_only=True)
-class PackageCopies:
-    """Copies of our packages that earlier versions kept next to the runs, which have hard links to the same files."""
-
-    path: str
-    size: int
-    """Bytes that their removal frees."""
-
 
 def clean(options: CleanOptions) -> int:
     """List the runs, or remove them. Returns 1 if something could not be removed."""
-    found = sorted(_chosen(options), key=lambda one: -one.freed(checkpoints_only=options.checkpoints_only))
+    freed = attrgetter("checkpoints" if options.checkpoints_only else "size")
+    found = sorted(_chosen(options), key=freed, reverse=True)
     is_narrowed = options.run or options.older_than != _ANY_AGE or options.state != CleanOptions.state
     if options.yes and found and not (is_narrowed or options.checkpoints_only):
         raise UserError(
             f"--yes alone would remove all {len(found)} runs that have ended: name them, or give --older-than 30d, "
             "--state failed,cancelled or --checkpoints-only"
         )
-    packages = [copies for place in sorted(_places(options, found)) for copies in _package_copies(place)]
-    problems = _remove(options, found, packages) if options.yes else []
-    total = sum(one.freed(checkpoints_only=options.checkpoints_only) for one in found)
-    total += sum(one.size for one in packages)
+    problems = _remove(options, found) if options.yes else []
+    total = sum(map(freed, found))
     if options.json:
-        cli.print_json(
-            {
-                "removed": options.yes,
-                "bytes": total,
-                "runs": [asdict(one) for one in found],
-                "packages": [asdict(one) for one in packages],
-                "problems": problems,
-            }
-        )
-    elif not found and not packages:
+        runs = [asdict(one) for one in found]
+        cli.print_json({"removed": options.yes, "bytes": total, "runs": runs, "problems": problems})
+    elif not found:
         print(f"nothing to remove: no run in {options.runs_dir} that these flags name has ended")
     else:
-        if found:
-            Console().print(_table(found))
-        for one in packages:
-            print(visible(f"{one.path}: {decimal(one.size)}, copies of Torchrelay's packages that no run uses"))
-        of_runs = "the checkpoints of these runs" if options.checkpoints_only else "these runs"
-        what = " and ".join([*([of_runs] if found else []), *(["these packages"] if packages else [])])
+        Console().print(_table(found))
+        what = "the checkpoints of these runs" if options.checkpoints_only else "these runs"
         print(f"removed {what}: {decimal(total)}" if options.yes else f"{decimal(total)}: --yes removes {what}")
     for problem in problems:
         print(f"hpc clean: {visible(problem)}", file=sys.stderr)
@@ -177,18 +152,14 @@ def _holding(run: RunDir, states: dict[str, State]) -> Holding:
         for name in names:
             status = Path(directory, name).lstat()
             times.append(status.st_mtime)
-            freed = _freed_bytes(status)
+            # A file with another hard link, such as in a fork, stays.
+            freed = status.st_blocks * 512 if status.st_nlink == 1 else 0
             size += freed
             checkpoints += freed if Path(directory).is_relative_to(run.checkpoints) else 0
     state = states[str(run.path)]
     return Holding(
         run=run.name, run_dir=str(run.path), state=state, last_used=max(times), size=size, checkpoints=checkpoints
     )
-
-
-def _freed_bytes(status: os.stat_result) -> int:
-    """Return the bytes that the removal of a file frees: 0 if it has another hard link, such as in a fork."""
-    return status.st_blocks * 512 if status.st_nlink == 1 else 0
 
 
 def _table(found: Sequence[Holding]) -> Table:
@@ -200,32 +171,20 @@ def _table(found: Sequence[Holding]) -> Table:
     return table
 
 
-def _places(options: CleanOptions, found: Sequence[Holding]) -> set[Path]:
-    return {options.runs_dir.expanduser().resolve(), *(Path(one.run_dir).parent for one in found)}
-
-
-def _package_copies(runs_dir: Path) -> list[PackageCopies]:
-    """Return the copies of our packages that earlier versions kept for this user in a directory of runs."""
-    store = runs_dir / f".packages-{os.getuid()}"
-    if not store.is_dir() or store.lstat().st_uid != os.getuid():
-        return []
-    return [PackageCopies(path=str(store), size=sum(_freed_bytes(path.lstat()) for path in store.rglob("*")))]
-
-
 # --- removal ---
 
 
-def _remove(options: CleanOptions, found: Sequence[Holding], packages: Sequence[PackageCopies]) -> list[str]:
-    """Remove runs or their checkpoints, packages, and leftovers of killed processes. Returns a sentence per failure."""
+def _remove(options: CleanOptions, found: Sequence[Holding]) -> list[str]:
+    """Remove runs or their checkpoints, and leftovers of killed processes. Returns a sentence for each failure."""
     problems, runs = list[str](), [RunDir(Path(one.run_dir)) for one in found]
-    for place in {*_places(options, found), *(run.path for run in runs)}:
+    places = {options.runs_dir.expanduser().resolve(), *(run.path.parent for run in runs)}
+    for place in {*places, *(run.path for run in runs)}:
         remove_abandoned(place, ".*", _is_abandoned)
-    doomed = [(run.name, run.checkpoints if options.checkpoints_only else run.path) for run in runs]
-    for name, path in [*doomed, *((one.path, Path(one.path)) for one in packages)]:
+    for run in runs:
         try:
-            remove(path)
+            remove(run.checkpoints if options.checkpoints_only else run.path)
         except OSError as error:
-            problems.append(f"{name} is not removed, or not in full: {error}")
+            problems.append(f"run {run.name} is not removed, or not in full: {error}")
     return problems
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +24,7 @@ from hpc.base.files import link_files
 from hpc.base.flags import INTERNAL, POSITIONAL, Flag
 from hpc.base.text import few
 from hpc.commands import cli
-from hpc.programs.program_kinds import program_of_run
+from hpc.programs.program_kinds import program_of_run, settings_of
 from hpc.run.rundir import MODEL_CARD, MODEL_WEIGHTS, RunDir
 from hpc.run.spec import RunSpec, program_of
 from hpc.sources.source_files import is_archive
@@ -31,7 +32,6 @@ from hpc.submissions.answer import show
 from hpc.submissions.new_run import NewRun, start_run
 from hpc.submissions.options import SubmitOptions, with_defaults
 from hpc.submissions.sbatch.sbatch_advice import explain
-from hpc.submissions.settings import settings_of
 from training.config.classifier_flags import ClassifierFlags
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.evaluation_task import EvaluationTask, SplitChoice, choose_split
@@ -44,18 +44,7 @@ _SAME_SETTINGS = (
     "setup", "interface", "port-range", "stage-dir", "stage-keep", "device", "stage-env",
 )  # fmt: skip
 # Flags of the classifier that the evaluation takes from the other run.
-_SAME_TRAINING = (
-    "model",
-    "seed",
-    "val_split",
-    "strategy",
-    "deterministic",
-    "tf32",
-    "amp",
-    "head_hidden",
-)
-# Flags of `hpc submit` that the help omits: an evaluation has no script, no file of flags, and hardly any metrics.
-_NOT_FOR_EVALUATIONS = ("python", "container", "config", "tracker", "help_all")
+_SAME_TRAINING = ("model", "seed", "val_split", "strategy", "deterministic", "tf32", "amp", "head_hidden")
 _IMAGES_PER_RANK = 256
 _TRIES = 3
 
@@ -72,6 +61,9 @@ class EvaluateOptions(SubmitOptions):
     The evaluation is a run, too: hpc status, hpc logs and hpc report show it. It uses one node. Other resources that
     you do not give, such as --partition and --gpus-per-node, are those of the evaluated run.
     """
+
+    # An evaluation has no script and no file of flags.
+    REFUSED = frozenset({"python", "container", "config", "help_all"})
 
     program: Annotated[Any, INTERNAL] = None  # `evaluate` makes it
     run: Annotated[str, POSITIONAL]
@@ -96,7 +88,7 @@ class Subject:
     """The run's directory, or the exported file."""
     spec: RunSpec | None
     """The spec of the run; None for an exported file."""
-    trained: ClassifierFlags | None = None
+    trained: TrainConfig | None = None
     """The flags of the training; None for an exported file."""
 
     @property
@@ -107,8 +99,10 @@ class Subject:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb."""
-    reading = cli.Reading(complete=options_of, explain=explain, shown=program.Help(hidden=_NOT_FOR_EVALUATIONS))
-    return cli.run(lambda options: show(evaluate(options), options), EvaluateOptions, "evaluate", argv, reading)
+    return cli.run(
+        lambda options: show(evaluate(options), options), EvaluateOptions, "evaluate", argv, complete=options_of,
+        explain=explain,
+    )  # fmt: skip
 
 
 def options_of(given: Mapping[str, Any]) -> EvaluateOptions:
@@ -148,14 +142,17 @@ def find_subject(name: str, runs_dir: Path) -> Subject:
             f"run {name} runs {program_of(spec.script)}, and only that script knows its model: evaluate it with your "
             "own script, hpc submit -- script.py"
         )
-    return Subject(path=run.path, spec=spec, trained=trained)
+    return Subject(path=run.path, spec=spec, trained=trained.train)
 
 
 def evaluate(options: EvaluateOptions) -> NewRun:
     """Submit the evaluation. Raises as `start_run`, and UserError if there is no such model or no such data."""
     need_classifier("an evaluation")
     subject = find_subject(options.run, options.runs_dir)
-    task = _task(options, subject)
+    task = EvaluationTask(
+        source=str(subject.path), checkpoint=options.checkpoint if subject.spec else None, split=options.split,
+        other_data=options.data is not None,
+    )  # fmt: skip
     train = _settings(options, subject)
     if not is_archive(Path(train.data)):
         choose_split(task, check_data(resolve_data(train.data)), train.val_split)
@@ -167,17 +164,8 @@ def evaluate(options: EvaluateOptions) -> NewRun:
     return start_run(submission, partial(_give_model, subject, task))
 
 
-def _task(options: EvaluateOptions, subject: Subject) -> EvaluationTask:
-    return EvaluationTask(
-        source=str(subject.path),
-        checkpoint=options.checkpoint if subject.spec else None,
-        split=options.split,
-        other_data=options.data is not None,
-    )
-
-
 def _settings(options: EvaluateOptions, subject: Subject) -> TrainConfig:
-    trained = subject.trained.train if subject.trained else None
+    trained = subject.trained
     data = options.data or (subject.spec.data if subject.spec else None)
     if data is None:
         what = "was trained on generated images" if trained else "is a file, which does not say where its data are"
@@ -187,23 +175,16 @@ def _settings(options: EvaluateOptions, subject: Subject) -> TrainConfig:
         same["val_split"] = 0.0  # the training has seen no image of other data
     ranks = options.resources.nodes.most * options.resources.ranks_per_node
     return TrainConfig(
-        **same,
-        data=data,
-        batch_size=_IMAGES_PER_RANK * ranks,
-        num_workers=options.num_workers,
+        **same, data=data, batch_size=_IMAGES_PER_RANK * ranks, num_workers=options.num_workers,
         max_corrupt_images=options.max_corrupt_images,
-    )
+    )  # fmt: skip
 
 
 def _free_name(options: EvaluateOptions, subject: Subject) -> str:
     """Return a name such as `evaluate-first-best`, with a number at its end if the name is taken."""
-    words = ["evaluate", subject.name, *([options.checkpoint] if subject.spec else [])]
-    first, number = "-".join(words), 1
-    name = first
-    while os.path.lexists(options.runs_dir.expanduser() / name):
-        number += 1
-        name = f"{first}-{number}"
-    return name
+    first = "-".join(["evaluate", subject.name, *([options.checkpoint] if subject.spec else [])])
+    names = chain([first], (f"{first}-{number}" for number in count(2)))
+    return next(name for name in names if not os.path.lexists(options.runs_dir.expanduser() / name))
 
 
 def find_model(run: RunDir, checkpoint: str) -> list[Path]:

@@ -21,14 +21,13 @@ from hpc.base.files import json_line, link_files, read_json_lines, write_atomic
 from hpc.base.flags import POSITIONAL, Flag
 from hpc.commands import cli
 from hpc.programs.program_flags import ProgramFlags
-from hpc.programs.program_kinds import DEFAULT, others, program_of_run
+from hpc.programs.program_kinds import DEFAULT, adaptable_settings_of, others, program_of_run
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec, program_of
 from hpc.submissions.answer import show
 from hpc.submissions.new_run import NewRun, start_run
 from hpc.submissions.options import SubmitOptions, build, split_script, with_program
 from hpc.submissions.sbatch.sbatch_advice import explain
-from hpc.submissions.settings import adaptable_settings_of
 
 _OF_NEW_TRAININGS = ("config", "recipe")
 _OF_THE_FORK = {"run", "name", "runs_dir", "tracker", "dry_run", "wait", "json", "debug"}
@@ -47,6 +46,8 @@ class ForkOptions(SubmitOptions):
     of the other run's script. The metrics up to the checkpoint are copied into the new run as attempt 0.
     """
 
+    REFUSED = frozenset({"config", "help_all", *DEFAULT.FIXED})
+
     run: Annotated[str, POSITIONAL]
     """Directory or name of the other run, which may still be running."""
     name: Annotated[str | None, Flag(metavar="NAME", letter="-J")] = None
@@ -60,13 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb."""
     flags, arguments = split_script(list(sys.argv[1:] if argv is None else argv))
     inherited = {field.name for field in program.flags(ForkTraining)} - _OF_THE_FORK
-    reading = cli.Reading(
-        complete=lambda typed: options_of(typed, arguments),
-        refused=others(DEFAULT),
-        explain=explain,
-        shown=program.Help(hidden=(*_OF_NEW_TRAININGS, "help_all"), inherited=inherited),
-    )
-    return cli.run(lambda options: show(fork(options), options), ForkTraining, "fork", flags, reading)
+    return cli.run(
+        lambda options: show(fork(options), options), ForkTraining, "fork", flags,
+        complete=lambda typed: options_of(typed, arguments), refused=others(DEFAULT), explain=explain,
+        inherited=inherited,
+    )  # fmt: skip
 
 
 def options_of(given: Mapping[str, Any], arguments: Sequence[str] = ()) -> ForkOptions:

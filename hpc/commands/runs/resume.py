@@ -7,28 +7,28 @@ from hpc.base.text import visible
 from hpc.commands import cli
 from hpc.programs.program_kinds import DEFAULT
 from hpc.slurm import handover
+from hpc.submissions import resumed_run
 from hpc.submissions.options import with_program
-from hpc.submissions.resumed_run import ResumeOptions, options_of, resume_run
 from hpc.submissions.sbatch.sbatch_advice import explain
 
 _OF_THE_RESUMPTION = {"run", "runs_dir", "new_code", "wait", "json", "debug"}
 
 
-ResumeTraining = with_program(ResumeOptions, DEFAULT.ADJUSTABLE)
+ResumeOptions = with_program(resumed_run.ResumeOptions, DEFAULT.ADJUSTABLE)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb."""
-    of_the_run = {field.name for field in program.flags(ResumeTraining)} - _OF_THE_RESUMPTION
-    reading = cli.Reading(
-        complete=options_of, refused=(DEFAULT,), explain=explain, shown=program.Help(inherited=of_the_run)
-    )
-    return cli.run(resume, ResumeTraining, "resume", argv, reading)
+    of_the_run = {field.name for field in program.flags(ResumeOptions)} - _OF_THE_RESUMPTION
+    return cli.run(
+        resume, ResumeOptions, "resume", argv, complete=resumed_run.options_of, refused=(DEFAULT,), explain=explain,
+        inherited=of_the_run,
+    )  # fmt: skip
 
 
-def resume(options: ResumeOptions) -> int:
+def resume(options: resumed_run.ResumeOptions) -> int:
     """Resume the run, and print what has changed; with --wait, wait for the end. Returns the exit code."""
-    run, answer = resume_run(options)
+    run, answer = resumed_run.resume_run(options)
     if options.wait:
         from hpc.status.printing import wait_for_end  # noqa: PLC0415 - draws with rich, which only this needs
 

@@ -10,10 +10,11 @@ from hpc.base.flags import Flag
 from hpc.base.units import Gpus, NodeRange
 from hpc.run.spec import Resources
 from hpc.studies.group import GroupDir
-from hpc.studies.members import common, user_code
+from hpc.studies.members import common
 from hpc.studies.scaling_study import Mode, ScalingDir, ScalingSpec, ScalingStudy, read_gpus, read_nodes, split_sizes
 from hpc.studies.study import main as run_study
 from hpc.submissions.options import SubmitOptions
+from hpc.submissions.plan import code_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +28,18 @@ class StudyResources(Resources):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScalingFlags:
-    """The flags of a scaling study."""
+class ScalingOptions(SubmitOptions):
+    """Run the same training on several numbers of nodes and GPUs, and compare the speed.
+
+    For example:
+      hpc scaling --name resnet --nodes 1 2 4 8 --gpus-per-node 1 4 --data /shared/pets --model resnet50
+      hpc scaling --name own --nodes 1 2 4 -- train.py
+
+    To continue an interrupted study, type hpc scaling --name NAME. The runs are in runs/NAME: hpc status, hpc cancel
+    and hpc report accept NAME.
+    """
+
+    REFUSED = frozenset({"dry_run", "wait"})
 
     minutes: float = 5.0
     """Minutes of training in each run."""
@@ -41,19 +52,6 @@ class ScalingFlags:
     name: Annotated[str | None, Flag(metavar="NAME", letter="-J")] = None
     """Name of the scaling study, which you must give."""
     resources: StudyResources = field(default_factory=StudyResources)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScalingOptions(ScalingFlags, SubmitOptions):
-    """Run the same training on several numbers of nodes and GPUs, and compare the speed.
-
-    For example:
-      hpc scaling --name resnet --nodes 1 2 4 8 --gpus-per-node 1 4 --data /shared/pets --model resnet50
-      hpc scaling --name own --nodes 1 2 4 -- train.py
-
-    To continue an interrupted study, type hpc scaling --name NAME. The runs are in runs/NAME: hpc status, hpc cancel
-    and hpc report accept NAME.
-    """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,7 +70,7 @@ def start(
 ) -> ScalingSpec:
     """Check the flags, make the study's directory, and return its spec. Raises UserError if a flag is wrong."""
     gpu_type, numbers = read_gpus(gpus or [str(options.resources.gpus_per_node)])
-    code = user_code(options)
+    code = code_of(options)
     spec = ScalingSpec(
         nodes=read_nodes(nodes or [str(options.resources.nodes)]),
         gpus=numbers,

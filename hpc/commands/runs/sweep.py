@@ -8,18 +8,30 @@ from typing import Annotated, Any
 from hpc.base.errors import UserError, need_package
 from hpc.base.flags import Flag
 from hpc.studies.group import GroupDir
-from hpc.studies.members import common, user_code
+from hpc.studies.members import common
 from hpc.studies.study import ContinueOptions, Study
 from hpc.studies.study import main as run_study
 from hpc.studies.sweep_spec import Direction, Pruner, Sampler, SweepDir, SweepSpec, grid_of, read_space
 from hpc.submissions.options import SubmitOptions
+from hpc.submissions.plan import code_of
 
 _TRIALS, _PARALLEL = 20, 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepFlags:
-    """The flags of a sweep."""
+class SweepOptions(SubmitOptions):
+    """Submit a run (a trial) for each of many settings, and find the best settings.
+
+    For example:
+      hpc sweep --name pets --param lr=log:1e-3,1 --param batch-size=64,128 --data /shared/pets
+      hpc sweep --name mine --param lr=0.1,0.01 -- train.py
+      hpc sweep --name mine --param lr=0.1,0.01 -- train.py optimizer.lr={lr}
+
+    To continue an interrupted sweep, type hpc sweep --name NAME. The trials are runs in runs/NAME: hpc status,
+    hpc cancel and hpc report accept NAME.
+    """
+
+    REFUSED = frozenset({"dry_run", "wait"})
 
     param: Annotated[tuple[str, ...], Flag(metavar="NAME=VALUES", is_repeatable=True)] = ()
     """Flag that differs between the trials, with a range or a list of values. Repeatable.
@@ -43,20 +55,6 @@ class SweepFlags:
     """Random seed of the sampler."""
     once: bool = False
     """Check and start trials once, then exit: for cron."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SweepOptions(SweepFlags, SubmitOptions):
-    """Submit a run (a trial) for each of many settings, and find the best settings.
-
-    For example:
-      hpc sweep --name pets --param lr=log:1e-3,1 --param batch-size=64,128 --data /shared/pets
-      hpc sweep --name mine --param lr=0.1,0.01 -- train.py
-      hpc sweep --name mine --param lr=0.1,0.01 -- train.py optimizer.lr={lr}
-
-    To continue an interrupted sweep, type hpc sweep --name NAME. The trials are runs in runs/NAME: hpc status,
-    hpc cancel and hpc report accept NAME.
-    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +84,7 @@ def start(directory: GroupDir[Any], options: SweepOptions) -> SweepSpec:
     trials = options.trials
     if trials is None:
         trials = len(grid_of(space)) if options.sampler == "grid" else _TRIALS
-    code = user_code(options)
+    code = code_of(options)
     spec = SweepSpec(
         param=options.param, trials=trials, parallel=_PARALLEL if options.parallel is None else options.parallel,
         metric=options.metric, sampler=options.sampler,

@@ -148,19 +148,14 @@ def _print_stacks(options: LogsOptions, run: RunDir) -> int:
 def _follow(options: LogsOptions, reader: LogReader) -> None:
     """Print new lines until the run has ended. With --json, print one document per line."""
     cache, polled, ended = StatusCache(), 0.0, False
-    form = _as_json if options.json else partial(_for_people, raw=options.raw)
     while not ended:
         if time.monotonic() - polled > _STATE_SECONDS:
             ended = cache.summary(reader.run).state in TERMINAL
             polled = time.monotonic()
         for line in reader.new_lines(ended=ended):
-            print(form(line))
+            print(json.dumps(cli.versioned(line)) if options.json else _for_people(line, raw=options.raw))
         sys.stdout.flush()
         time.sleep(0 if ended else _POLL_SECONDS)
-
-
-def _as_json(line: Line) -> str:
-    return json.dumps(cli.versioned(line))
 
 
 def _for_people(line: Line, *, raw: bool) -> str:

@@ -3,19 +3,19 @@
 import sys
 from collections.abc import Sequence
 
-from hpc.base import program
 from hpc.submissions.answer import show
 from hpc.submissions.new_run import start_run
 from hpc.submissions.options import SubmitOptions, run_verb, split_script
-from hpc.submissions.sbatch.typed_file import replace_file
+from hpc.submissions.sbatch.typed_file import SubmitFile, with_file
+
+__all__ = ["SubmitOptions", "main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb."""
-    typed, typed_script = split_script(list(sys.argv[1:] if argv is None else argv))
+    words, script = split_script(list(sys.argv[1:] if argv is None else argv))
 
-    def work() -> int:
-        arguments, script = replace_file(typed, typed_script)
-        return run_verb("submit", lambda options: show(start_run(options), options), SubmitOptions, arguments, script)
+    def submit(options: SubmitOptions) -> int:
+        return show(start_run(options), options)
 
-    return program.run(work, "hpc submit", typed)
+    return run_verb("submit", submit, SubmitFile, words, script, lambda typed: with_file(typed, words, script))

@@ -39,8 +39,9 @@ def explain(arguments: Sequence[str], at: int) -> str | None:
         return "nothing follows --: give your script and its arguments, -- script.py ARGS"
     if "--" in arguments[: at + 1]:
         return "only hpc submit, sweep, scaling and fork take words after --: leave out -- and what follows"
-    if re.fullmatch(r"[^-].*\.py", word):
-        return f"put -- before {word}: {shlex.join([*arguments[:at], '--', *arguments[at:]])}"
+    for place in (0, at):
+        if re.fullmatch(r"[^-].*\.py", script := arguments[place]):
+            return f"put -- before {script}: {shlex.join([*arguments[:place], '--', *arguments[place:]])}"
     flag = word.partition("=")[0] if word.startswith("--") else word[:2]
     text = advice(flag) if flag.startswith("-") else None
     return text and f"there is no flag {flag}: {text}"

@@ -19,8 +19,16 @@ from hpc.base import git
 from hpc.base.errors import UserError
 from hpc.run.code_files import parents, stamp
 from hpc.run.spec_file import Program, script_program
-from hpc.submissions.user_code.code_layout import CodeLayout, exclusion, lay_out
-from hpc.submissions.user_code.code_sources import CodeSources, find_sources, is_configuration, is_source, scan
+from hpc.submissions.user_code.code_layout import (
+    CodeLayout,
+    CodeSources,
+    exclusion,
+    find_sources,
+    is_configuration,
+    is_source,
+    lay_out,
+    scan,
+)
 from hpc.submissions.user_code.script_imports import NO_TEXT, ScriptText, module_directories, module_file, read_script
 
 # How far the root may be above the repository or the working directory, and how many entries a directory between them

@@ -5,7 +5,6 @@ the old one. A kill leaves one of them, and no file of the run is lost.
 """
 
 import dataclasses
-import errno
 import filecmp
 import os
 import shutil
@@ -16,7 +15,7 @@ from itertools import count
 from pathlib import Path
 
 from hpc.base.errors import UserError
-from hpc.base.files import UNSUPPORTED, remove_directory
+from hpc.base.files import link_file, remove_directory
 from hpc.base.git import repository
 from hpc.run.code_files import CodeFiles, written_files
 from hpc.run.rundir import RunDir
@@ -83,12 +82,7 @@ def _link(source: Path, target: Path) -> None:
         target.mkdir(parents=True, exist_ok=True)
         return
     target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except OSError as error:
-        if error.errno not in {errno.EXDEV, errno.EMLINK, *UNSUPPORTED}:
-            raise
-        shutil.copy2(source, target, follow_symlinks=False)
+    link_file(source, target)
 
 
 def _is_same(old: Path, new: Path) -> bool:

@@ -1,18 +1,18 @@
-"""Tells the user, from the script's text, what would go wrong without an error. Runs on the login node.
+"""Tells the user what a run has of the user's directory, and what would go wrong without an error. Login node.
 
 A false alarm is worse than silence: an import that nobody here knows may do what the script seems to lack.
 """
 
 import ast
-import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
-from hpc.base.environment import SNAPSHOTS
+from hpc.base.text import visible
 from hpc.run.spec import RunSpec, program_of
+from hpc.submissions.checks import is_node_local
 from hpc.submissions.user_code.own_code import UserCode
 from hpc.submissions.user_code.script_imports import ScriptText
 
@@ -30,6 +30,37 @@ _JOINS = frozenset(
 # Modules and functions whose effect is unknown.
 _UNKNOWN = frozenset({"importlib", "runpy", "subprocess", "__import__", "exec", "eval", "system"})
 _MOST_FILES, _MOST_BYTES = 200, 2**16
+_LINKS_SHOWN = 3
+_OWNERSHIP = "dubious ownership"
+
+
+def code_line(code: UserCode) -> list[str]:
+    """Return a sentence about what a run copies and links; none if it does neither."""
+    copies, links = code.layout.copies, code.layout.links
+    if code.in_place or not (copies or links):
+        return []
+    number = f"{len(copies)} file{'' if len(copies) == 1 else 's'}"
+    if not links:
+        return [visible(f"it has a copy of {number} of {code.root}")]
+    shown = ", ".join(links[:_LINKS_SHOWN]) + (f" and {len(links) - _LINKS_SHOWN} more" if links[_LINKS_SHOWN:] else "")
+    return [visible(f"it has a copy of {number} of {code.root}, and links to the rest: {shown}")]
+
+
+def warnings_of_code(code: UserCode, *, on_cluster: bool) -> list[str]:
+    """Return warnings about what an edit would change, and about links that the nodes cannot follow."""
+    found = [
+        f"{code.root / name} has too many entries for a copy of the code in it: an edit there changes the run"
+        for name in code.layout.crowded
+    ]
+    if code.git_problem:
+        advice = f"; type git config --global --add safe.directory {code.top}" if _OWNERSHIP in code.git_problem else ""
+        found.append(
+            f"git does not say which files of {code.top} it tracks ({code.git_problem}), so only small sources and "
+            f"configurations are copied, and the rest is linked{advice}"
+        )
+    if on_cluster and code.layout.links and is_node_local(code.root):
+        found.append(f"{code.root} is on this machine's own disk, so the nodes cannot read what is not copied")
+    return found
 
 
 def hints(code: UserCode, spec: RunSpec) -> list[str]:
@@ -40,12 +71,6 @@ def hints(code: UserCode, spec: RunSpec) -> list[str]:
     words = _words(trees.values())
     name, ranks = program_of(code.script), spec.resources.nodes.most * spec.resources.ranks_per_node
     found = []
-    # Each copy of our library has this name, and no other code.
-    if copy := next((path for path, tree in trees.items() if SNAPSHOTS in _words([tree])), None):
-        found.append(
-            f"{name} imports {os.path.relpath(copy, code.root)}, a copy of torchrelay that may be of another version: "
-            "remove it, and use `from torchrelay import ...`, which works in every rank"
-        )
     if _moves_hydra(trees, code.script, words):
         found.append(
             f"{name} uses Hydra, which makes a new directory at each start, so that a restart would not find what the "

@@ -26,12 +26,12 @@ def test_interfaces_that_nccl_uses(interfaces: tuple[str, ...], asked: str, take
 
 def test_file_system_is_the_innermost_and_last_mount() -> None:
     mounts = (
-        "rootfs / rootfs rw 0 0\n/dev/sda1 / ext4 rw 0 0\nserver:/home /home nfs4 rw 0 0\n"
-        "tmpfs /home/a\\040b tmpfs rw 0 0\n"
-    )
+        "rootfs / rootfs rw 0 0", "/dev/sda1 / ext4 rw 0 0", "server:/home /home nfs4 rw 0 0",
+        "tmpfs /home/a\\040b tmpfs rw 0 0",
+    )  # fmt: skip
     paths = ("/home/me", "/home/a b/c", "/homes", "/")
     assert [mounted_type(mounts, Path(path)) for path in paths] == ["nfs4", "tmpfs", "ext4", "ext4"]
-    assert mounted_type("", Path("/")) is None
+    assert mounted_type((), Path("/")) is None
 
 
 def test_overlay_in_memory_is_memory(tmp_path: Path) -> None:
@@ -46,8 +46,8 @@ def test_overlay_in_memory_is_memory(tmp_path: Path) -> None:
             assert file_system_type(memory / "root" / "tmp") == "tmpfs"
         finally:
             subprocess.run(["umount", str(memory / "root")], check=True)
-    hidden = "overlay / overlay rw,lowerdir=/a,upperdir=/b/c,workdir=/b/w 0 0\n"
-    assert mounted_type(hidden, Path("/tmp")) == "overlay"
+    hidden = "overlay / overlay rw,lowerdir=/a,upperdir=/b/c,workdir=/b/w 0 0"
+    assert mounted_type([hidden], Path("/tmp")) == "overlay"
 
 
 @pytest.mark.parametrize(

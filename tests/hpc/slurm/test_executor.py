@@ -19,7 +19,7 @@ from hpc.run.events.kinds import Refused
 from hpc.run.rundir import RunDir
 from hpc.run.spec import Recovery, Resources, RunSpec
 from hpc.slurm.executor import SlurmExecutor, agent_command, last_resort, sbatch_parameters, setup, start_local
-from hpc.submissions.user_code.package_copy import copy_packages, damaged_packages
+from hpc.submissions.user_code.code_copy import copy_packages, damaged_packages
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.cluster import SHORT_LOCAL_CONSTANT_LR, Site, add_script, refused, site_without_slurm
+from support.environments import SITE
 
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
@@ -81,6 +82,16 @@ def test_sweep_survives_its_controller_and_finds_the_best(site: Site) -> None:
     rows = json.loads(site.hpc("status", "pets", "--json").stdout)
     assert [(row["run"], row["state"]) for row in rows] == [(f"pets-00{n}", "completed") for n in range(3)]
     assert site.hpc("report", "pets").stdout.startswith(str(trials / "report/index.html"))
+
+
+def test_module_of_a_sweep_may_be_in_the_active_environment_alone(site: Site) -> None:
+    package = site.path / "env" / SITE / "only_there.py"
+    package.parent.mkdir(parents=True)
+    package.touch()
+    (site.path / "env/bin").mkdir()
+    words = ("--name=there", "--param=x=1", *LOCAL, "--", "-m", "only_there")
+    says = refused(site, "sweep", *words, VIRTUAL_ENV=str(site.path / "env"))
+    assert "the active environment's Python is " in says, "only the first run looks for it"
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.events import script_spec
 from support.trainings import make_folder, make_idx
 
 from hpc.base.errors import UserError
@@ -149,6 +150,7 @@ def test_snapshots_alone_may_be_automatic_or_off() -> None:
             checkpoint_every="30s",
         ),
         TrainConfig(data="--data", model="-x"),
+        TrainConfig(data="{data}", model="{run_dir}", weights="/a {attempt}/{{x}}/{torchrelay_node_dir}"),
         TrainConfig(data="a=b=c", crop="padded", flip="on", optimizer="adamw", sync_bn=True, ema_decay=0.99),
     ],
 )
@@ -164,6 +166,7 @@ def test_a_rank_reads_the_flags_that_its_run_was_submitted_with(config: TrainCon
     options = rank_options(argv)
     assert options.train == (config if config.synthetic else replace(config, data=str(data)))
     assert (options.recipe, options.run_dir, options.attempt, options.node_dir) == ("cifar", run, 3, memory)
+    assert ClassifierFlags.of_run(script_spec(program=program, data=config.data)).train == config
 
 
 def test_flags_of_another_version_are_refused_in_one_line() -> None:

@@ -13,7 +13,7 @@ from hpc.cluster.doctor.node_findings import OF_NODE, compare
 from hpc.cluster.doctor.slurm_findings import OF_SLURM, ClusterFacts
 from hpc.slurm.client import parse_config, parse_records
 from hpc.slurm.cluster_config import ClusterConfig, choose_partition, leading_number
-from hpc.submissions.runs_storage import Feature
+from hpc.submissions.checks import Feature
 
 # As Slurm 22.05.8 prints them, shortened.
 CONFIG = """Configuration data as of 2026-11-21T18:38:39

@@ -171,20 +171,3 @@ def test_directory_that_cannot_be_renamed_stays_whole(tmp_path: Path) -> None:
         remove(directory)
     assert (directory / "file").read_text() == "kept"
     remove(tmp_path / "absent")
-
-
-def test_packages_that_earlier_versions_kept_are_removed_and_runs_keep_theirs(site: Site) -> None:
-    """Files of the kept copies are hard links to those of the runs."""
-    kept, run = site.path / "runs" / f".packages-{os.getuid()}", site.path / "runs" / "small"
-    shutil.copytree(run / "code" / ".torchrelay", kept / "0123456789abcdef", copy_function=os.link)
-    alone = kept / "fedcba9876543210" / "hpc" / "__init__.py"
-    alone.parent.mkdir(parents=True)
-    alone.write_text("of a version that no run has")
-    [listed] = json.loads(site.hpc("clean", "--state=failed", "--json").stdout)["packages"]
-    assert listed == {"path": str(kept), "size": alone.stat().st_blocks * 512}
-    assert kept.is_dir()
-    done = site.hpc("clean", "stopped", "--yes")
-    assert "removed these runs and these packages" in done.stdout
-    assert there(site) == {"complete", "small"}
-    assert RunDir(run).packages.is_file()
-    assert "packages" not in site.hpc("clean").stdout

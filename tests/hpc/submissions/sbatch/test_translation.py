@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpc.base.errors import UserError
-from hpc.submissions.sbatch.batch_file import read_batch_file
-from hpc.submissions.sbatch.translation import Translation, translate
+from hpc.submissions.sbatch.translation import Translation, read_batch_file, translate
 
 FILES = Path(__file__).with_name("sbatch_files")
 # The command line for each file; {here} is the directory of the submission, which is also $SCRATCH.

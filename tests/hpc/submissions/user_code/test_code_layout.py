@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from hpc.base.errors import UserError
-from hpc.submissions.user_code import code_layout, code_sources
-from hpc.submissions.user_code.code_layout import exclusion, lay_out
-from hpc.submissions.user_code.code_sources import find_sources
+from hpc.submissions.user_code import code_layout
+from hpc.submissions.user_code.code_layout import exclusion, find_sources, lay_out
 
 
 def touch(root: Path, *names: str) -> None:
@@ -63,5 +62,5 @@ def test_the_search_is_bounded(
     """Beyond some bounds, the directory is not that of a project, and only its own files are copied."""
     touch(tmp_path, "train.py", "a/x.py", "a/b/c/y.py", *(f"many/{number}.py" for number in range(4)))
     (tmp_path / "many/2.py").write_text("1")
-    monkeypatch.setattr(code_sources, name, value)
+    monkeypatch.setattr(code_layout, name, value)
     assert small(tmp_path) == found

@@ -16,8 +16,8 @@ from hpc.run.code_files import OUR_DIRECTORY
 from hpc.run.rundir import RunDir
 from hpc.run.spec_file import LIBRARY_PATH
 from hpc.submissions.user_code.code_copy import copy_code
-from hpc.submissions.user_code.code_notes import warnings_of_code
 from hpc.submissions.user_code.own_code import UserCode, find_code
+from hpc.submissions.user_code.script_hints import warnings_of_code
 
 
 def git(directory: Path, *arguments: str) -> str:

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torchrelay
 from support.events import resources_of, script_spec
 
 from hpc.submissions.user_code.own_code import find_code
@@ -49,15 +48,6 @@ def test_equal_trainings_are_told(text: str, tmp_path: Path) -> None:
 )
 def test_nothing_is_told_of_ranks_that_may_be_joined(text: str, tmp_path: Path) -> None:
     assert told(tmp_path, text + TRAINS, **{"helpers.py": "from torch import distributed\n"}) == ""
-
-
-@pytest.mark.parametrize("name", ["relay/this_rank.py", "torchrelay/this_rank.py", "relay.py"])
-def test_copy_of_our_library_is_named(name: str, tmp_path: Path) -> None:
-    copies = {name: (Path(torchrelay.__file__).parent / "this_rank.py").read_text()}
-    if "/" in name:
-        copies[f"{Path(name).parent}/__init__.py"] = "from .this_rank import warn\n"
-    said = told(tmp_path, f"import {name.partition('/')[0].removesuffix('.py')}\n", **copies)
-    assert said.startswith(f"train.py imports {name}, a copy of torchrelay that may be of another version: remove it")
 
 
 def test_a_script_that_does_not_train_needs_no_process_group(tmp_path: Path) -> None:

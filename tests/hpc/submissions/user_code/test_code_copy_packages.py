@@ -11,7 +11,7 @@ import pytest
 from support.cluster import ROOT
 
 from hpc.run.rundir import LIBRARY, RunDir
-from hpc.submissions.user_code.package_copy import copy_packages
+from hpc.submissions.user_code.code_copy import copy_packages
 
 
 @pytest.fixture

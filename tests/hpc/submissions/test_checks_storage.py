@@ -12,8 +12,7 @@ from support.staging_nodes import stage
 
 from hpc.base.files import fsync_directory
 from hpc.base.kernel import automounted_at
-from hpc.submissions.checks import runs_dir_warnings
-from hpc.submissions.runs_storage import missing_features
+from hpc.submissions.checks import missing_features, runs_dir_warnings
 
 REFUSED = (sys.executable, str(ROOT / "tests" / "support" / "refused_calls.py"))
 LINKS, LOCKS = ("link=EPERM", "linkat=EPERM"), ("flock=ENOSYS",)
