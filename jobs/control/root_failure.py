@@ -48,7 +48,7 @@ class RootFailure:
         self.aborted_at = -inf
         """Time at which the coordinator last had all ranks aborted (seconds since the epoch)."""
         self._bad_round = 0
-        """The last round with a bad node. The next round is without it; until then, restarted ranks fail on it again."""
+        """The last round with a bad node. The next is without it; until then, restarted ranks fail on it again."""
         self._handled: set[RankFailed] = set()
         self._settling_since: float | None = None
 
