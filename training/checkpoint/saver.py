@@ -18,7 +18,7 @@ from hpc.base.errors import TorchrelayError, UserError
 from hpc.run.events.kinds import CheckpointSaved, Problem, SnapshotOff
 from training.checkpoint.snapshot import missing_results
 from training.checkpoint.state import LOSS, TrainState
-from training.config.save_interval import Interval, parse_interval
+from training.config.rules import Interval, parse_interval
 from training.monitoring.run_logger import RunLogger
 from training.runtime.console import Console
 from training.runtime.process_group import ProcessGroup, SharedError

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
-from torchrelay.saving.device_copy import DeviceCopy
 from torchrelay.saving.objects import Objects, Saveable
+from torchrelay.saving.state_writer import DeviceCopy
 
 from hpc.base.errors import UserError
 from hpc.base.text import flag

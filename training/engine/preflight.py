@@ -19,10 +19,9 @@ from torch import Tensor, distributed
 from hpc.base.errors import BadNodeError, TorchrelayError
 from hpc.base.files import append_json_line
 from hpc.run.rundir import RunDir
-from training.runtime.busy_gpu import wait_while_busy
 from training.runtime.fault_injection import NO_FAULT, Fault
 from training.runtime.process_group import ProcessGroup, connect, disconnect
-from training.runtime.rank_device import device_name, device_of_the_node
+from training.runtime.rank_device import device_name, device_of_the_node, wait_while_busy
 from training.runtime.run_context import rank_info_from
 from training.runtime.software import versions
 

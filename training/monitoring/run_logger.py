@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 from torchrelay.checkpoint_files import publish_directory, remove_unpublished
-from torchrelay.saving.background_writer import BackgroundWriter
+from torchrelay.saving.state_writer import BackgroundWriter
 
 from hpc.base.errors import EXIT_NO_SPACE, TorchrelayError, UserError
 from hpc.base.files import (

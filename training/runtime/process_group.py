@@ -19,9 +19,8 @@ from torchrelay.saving.tensor_files import dtype_named
 
 from hpc.base.errors import UserError
 from hpc.base.kernel import resident_memory_bytes
-from training.runtime.busy_gpu import occupy, wait_while_busy
 from training.runtime.cpu_affinity import bind_to_cores
-from training.runtime.rank_device import device_of_the_node, find_device
+from training.runtime.rank_device import device_of_the_node, find_device, occupy, wait_while_busy
 from training.runtime.run_context import RankInfo
 
 # A rank that has not answered for this long is taken for dead.

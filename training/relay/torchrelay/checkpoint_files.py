@@ -140,21 +140,22 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 def save_checkpoint(
     directory: Path, step: int, write_files: WriteFiles, keep: int | None,
-    *, check: Callable[[], None] | None = None, reused: Path | None = None,
+    *, check: Callable[[], None] | None = None, reused: Path | None = None, hashed: bool = True,
 ) -> Path:  # fmt: skip
     """Write a checkpoint that only its owner may read, and then delete all but the newest `keep`; None deletes nothing.
 
     `write_files` receives the checkpoint's directory. It may return manifest entries of files, which are then not read
-    again. `check` and `reused` are as for `publish_directory`.
+    again; the others are hashed if `hashed`. `check` and `reused` are as for `publish_directory`.
 
     Raises:
         OSError: the checkpoint could not be written. All older ones are kept.
     """
 
     def write(temporary: Path) -> None:
-        files = write_files(temporary) or {}
-        files |= {file.name: describe_file(file) for file in sorted(temporary.iterdir()) if file.name not in files}
-        _write_manifest(temporary, step, files)
+        files, manifest = write_files(temporary) or {}, temporary / _MANIFEST
+        others = (file for file in sorted(temporary.iterdir()) if file != manifest and file.name not in files)
+        files |= {file.name: describe_file(file, hashed=hashed) for file in others}
+        manifest.write_text(json.dumps({"step": step, "files": files}, indent=2))
 
     directory.mkdir(exist_ok=True)
     path = checkpoint_path(directory, step)
@@ -167,27 +168,11 @@ def save_checkpoint(
     return path
 
 
-def _write_manifest(directory: Path, step: int, files: dict[str, Any]) -> None:
-    (directory / _MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=2))
-
-
 def save_snapshot(directory: Path, step: int, write_files: WriteFiles, *, reused: Path | None = None) -> None:
-    """Write a snapshot that only its owner may read, and keep the newest two. `reused` is as for `publish_directory`.
-
-    Raises:
-        OSError: the snapshot could not be written. All older ones are kept.
-    """
-
-    def write(temporary: Path) -> None:
-        write_files(temporary)
-        # Hashing would take longer than writing, and no crash tears a file that the memory of a live node holds.
-        names = {file.name for file in temporary.iterdir()} - {_MANIFEST}
-        _write_manifest(temporary, step, {name: describe_file(temporary / name, hashed=False) for name in names})
-
+    """Write a snapshot that only its owner may read, and keep the newest two. Raises OSError as `save_checkpoint`."""
     make_private(directory)
-    publish_directory(checkpoint_path(directory, step), write, 0o700, reused=reused)
-    for outdated in list_checkpoints(directory)[KEPT_SNAPSHOTS:]:
-        remove_published(outdated)
+    # Hashing would take longer than writing, and no crash tears a file that the memory of a live node holds.
+    save_checkpoint(directory, step, write_files, KEPT_SNAPSHOTS, reused=reused, hashed=False)
 
 
 def make_private(directory: Path) -> None:

@@ -16,8 +16,7 @@ from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from ..rank_exchange import RankGroup, raise_for_others, reason_of
-from .shards import Part, is_sharded, part_of
-from .tensor_files import TensorLayout, has_name
+from .tensor_files import Part, TensorLayout, has_name, is_sharded, part_of
 from .values import deserialized, join, random_states, restore_random, serialized, split
 
 if TYPE_CHECKING:

@@ -33,8 +33,16 @@ from ..checkpoint_files import (
 from ..rank_exchange import RankGroup, reason_of
 from .objects import Objects, begin_loading
 from .owner import Owner
-from .shards import Block, Part, copy_common
-from .tensor_files import TENSOR_FILES, SavedTensor, TensorFile, TensorLayout, read_whole_tensors
+from .tensor_files import (
+    TENSOR_FILES,
+    Block,
+    Part,
+    SavedTensor,
+    TensorFile,
+    TensorLayout,
+    copy_common,
+    read_whole_tensors,
+)
 from .values import deserialized
 
 if TYPE_CHECKING:
@@ -369,7 +377,7 @@ class _Content:
         """Send a shard from a rank that can read it to all others, each of which copies what it needs."""
         tensors = self.shards[index]
         shapes = {name: (saved.kind, saved.block.shape) for name, saved in tensors.items()}
-        received = self.peers.broadcast_each(shapes, lambda name: self.files[index].read(name)[0], self.sources[index])
+        received = self.peers.broadcast_each(shapes, lambda name: self.files[index].read(name), self.sources[index])
         for name, tensor in received:
             self.owner.beat()
             if name in targets:

@@ -10,10 +10,11 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..checkpoint_files import (
     RANKS,
@@ -26,16 +27,85 @@ from ..checkpoint_files import (
     write_all,
 )
 from ..rank_exchange import OtherRankError, RankGroup, reason_of
-from .background_writer import BackgroundWriter
-from .device_copy import DeviceCopy
-from .holders import Holders
 from .interval import SaveTimes
-from .node_snapshots import NodeSnapshots
+from .node_snapshots import Holders, NodeSnapshots
 from .objects import Captured, Objects, capture
 from .owner import Owner
 from .restoring import FORMAT, Candidate
 from .tensor_files import Image
 from .values import serialized, uses_gpu
+
+if TYPE_CHECKING:
+    import torch
+
+
+class BackgroundWriter:
+    """Runs writes in a thread, one at a time and in order. The thread calls `prepare` when it starts."""
+
+    def __init__(self, prepare: Callable[[], None] | None = None) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="writer", initializer=prepare)
+        self._pending: Future[None] | None = None
+
+    def submit(self, write: Callable[[], None]) -> None:
+        """Wait for the previous write, and start this one. Raises the error of the previous write."""
+        self.wait()
+        self._pending = self._thread.submit(write)
+
+    def enqueue(self, write: Callable[[], None]) -> None:
+        """Queue a write after the previous one, and return at once. If the previous write fails, this one fails too."""
+        previous = self._pending
+
+        def run() -> None:
+            if previous:
+                previous.result()
+            write()
+
+        self._pending = self._thread.submit(run)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a write is running or queued."""
+        return self._pending is not None and not self._pending.done()
+
+    def wait(self) -> None:
+        """Wait for all writes. Raises the error of the last one. Any thread may call this."""
+        if pending := self._pending:
+            pending.result()
+
+
+class DeviceCopy:
+    """A copy from a GPU in a CUDA stream. Measures how long the GPU's other work waits for the copy."""
+
+    def __init__(self, stream: "torch.cuda.Stream") -> None:
+        import torch
+
+        # A thread that waits for an event usually keeps a core of the training busy.
+        self._copied: Any = stream.record_event(torch.cuda.Event(blocking=True))  # type: ignore[no-untyped-call]
+        self._waited: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+
+    def make_device_wait(self) -> None:
+        """Make the GPU's next work wait until the copy is complete. The host does not wait."""
+        import torch
+
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        current = torch.cuda.current_stream()
+        began.record(current)
+        current.wait_event(self._copied)
+        ended.record(current)
+        self._waited = began, ended
+
+    def wait(self) -> None:
+        """Make the host wait for the copy. Any thread may call this."""
+        self._copied.synchronize()
+
+    @property
+    def stall_seconds(self) -> float:
+        """Seconds that the GPU waited for the copy; 0 until it continues."""
+        if self._waited is None:
+            return 0.0
+        began, ended = self._waited
+        milliseconds: float = began.elapsed_time(ended) if ended.query() else 0.0  # type: ignore[no-untyped-call]
+        return milliseconds / 1000
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
-from .shards import is_sharded
-from .tensor_files import has_name
+from .tensor_files import has_name, is_sharded
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,7 +8,7 @@ import torch
 
 from hpc.base.errors import BadNodeError
 from training.engine import preflight
-from training.runtime import busy_gpu
+from training.runtime import rank_device
 from training.runtime.process_group import ProcessGroup
 
 PASSING = [
@@ -23,7 +23,7 @@ PASSING = [
 def fail_preflight(monkeypatch: pytest.MonkeyPatch) -> Callable[[RuntimeError, int], None]:
     """Let the next computations of the preflight fail, `times` times."""
     compute = preflight.count_wrong
-    monkeypatch.setattr(busy_gpu, "_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(rank_device, "_PAUSE_SECONDS", 0.0)
 
     def fail(error: RuntimeError, times: int) -> None:
         errors = [error] * times
@@ -54,7 +54,7 @@ def test_a_gpu_that_is_busy_for_a_while_is_waited_for(
 def test_a_gpu_that_stays_busy_makes_its_node_a_bad_one(
     group: ProcessGroup, fail_preflight: Callable[[RuntimeError, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(busy_gpu, "_LIMIT_SECONDS", 0.0)
+    monkeypatch.setattr(rank_device, "_LIMIT_SECONDS", 0.0)
     fail_preflight(PASSING[0], 1_000_000)
     with pytest.raises(BadNodeError, match="cannot use its GPUs: after 0 s still CUDA "):
         preflight.run_preflight(group)
