@@ -140,22 +140,22 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 def save_checkpoint(
     directory: Path, step: int, write_files: WriteFiles, keep: int | None,
-    *, check: Callable[[], None] | None = None, reused: Path | None = None, hashed: bool = True,
+    *, check: Callable[[], None] | None = None, reused: Path | None = None,
 ) -> Path:  # fmt: skip
     """Write a checkpoint that only its owner may read, and then delete all but the newest `keep`; None deletes nothing.
 
     `write_files` receives the checkpoint's directory. It may return manifest entries of files, which are then not read
-    again; the others are hashed if `hashed`. `check` and `reused` are as for `publish_directory`.
+    again. `check` and `reused` are as for `publish_directory`.
 
     Raises:
         OSError: the checkpoint could not be written. All older ones are kept.
     """
 
     def write(temporary: Path) -> None:
-        files, manifest = write_files(temporary) or {}, temporary / _MANIFEST
-        others = (file for file in sorted(temporary.iterdir()) if file != manifest and file.name not in files)
-        files |= {file.name: describe_file(file, hashed=hashed) for file in others}
-        manifest.write_text(json.dumps({"step": step, "files": files}, indent=2))
+        files = write_files(temporary) or {}
+        others = (file for file in sorted(temporary.iterdir()) if file.name not in {*files, _MANIFEST})
+        files |= {file.name: describe_file(file) for file in others}
+        (temporary / _MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=2))
 
     directory.mkdir(exist_ok=True)
     path = checkpoint_path(directory, step)
@@ -170,9 +170,15 @@ def save_checkpoint(
 
 def save_snapshot(directory: Path, step: int, write_files: WriteFiles, *, reused: Path | None = None) -> None:
     """Write a snapshot that only its owner may read, and keep the newest two. Raises OSError as `save_checkpoint`."""
+
+    def write(temporary: Path) -> dict[str, Any]:
+        write_files(temporary)
+        # Hashing would take longer than writing, and no crash tears a file that the memory of a live node holds.
+        files = (file for file in temporary.iterdir() if file.name != _MANIFEST)
+        return {file.name: describe_file(file, hashed=False) for file in files}
+
     make_private(directory)
-    # Hashing would take longer than writing, and no crash tears a file that the memory of a live node holds.
-    save_checkpoint(directory, step, write_files, KEPT_SNAPSHOTS, reused=reused, hashed=False)
+    save_checkpoint(directory, step, write, KEPT_SNAPSHOTS, reused=reused)
 
 
 def make_private(directory: Path) -> None:

@@ -377,7 +377,9 @@ class _Content:
         """Send a shard from a rank that can read it to all others, each of which copies what it needs."""
         tensors = self.shards[index]
         shapes = {name: (saved.kind, saved.block.shape) for name, saved in tensors.items()}
-        received = self.peers.broadcast_each(shapes, lambda name: self.files[index].read(name), self.sources[index])
+        # Only the rank that sends the shard needs its file.
+        read = lambda name: self.files[index].read(name)  # noqa: E731, PLW0108
+        received = self.peers.broadcast_each(shapes, read, self.sources[index])
         for name, tensor in received:
             self.owner.beat()
             if name in targets:
