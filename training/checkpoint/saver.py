@@ -19,8 +19,7 @@ from hpc.run.events.kinds import CheckpointSaved, Problem, SnapshotOff
 from training.checkpoint.snapshot import missing_results
 from training.checkpoint.state import LOSS, TrainState
 from training.config.rules import Interval, parse_interval
-from training.monitoring.run_logger import RunLogger
-from training.runtime.console import Console
+from training.monitoring.run_logger import Console, RunLogger
 from training.runtime.process_group import ProcessGroup, SharedError
 from training.runtime.run_context import RunContext
 

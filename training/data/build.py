@@ -19,11 +19,10 @@ from training.config.model_names import OWN_MODELS
 from training.config.packed_index import read_index
 from training.config.rules import parse_crop_pct
 from training.config.train_config import TrainConfig, size_in_epoch
-from training.data.dataset import Data, ImageDataset, MemoryImages, SyntheticImages
+from training.data.dataset import Data, ImageDataset, MemoryImages, SyntheticImages, open_part
 from training.data.file_index import build_index, deserialize
 from training.data.image_folder import FolderImages
 from training.data.in_memory import class_names, read_cifar, read_cifar_names, read_digits, read_idx_pair
-from training.data.packed import open_part
 from training.data.transforms.augment import make_augmentation
 from training.runtime.counter_rng import Purpose, derive_key, permutation
 

@@ -24,8 +24,7 @@ from training.evaluation.evaluated_model import EvaluatedModel, load_model
 from training.evaluation.evaluator import Evaluation, Evaluator
 from training.evaluation.validation import evaluate_and_log, numbers_of, tables_of
 from training.inference.model_card import ModelCard
-from training.monitoring.run_logger import RunLogger
-from training.runtime.console import Console
+from training.monitoring.run_logger import Console, RunLogger
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
 from training.runtime.train_progress import Progress

@@ -40,8 +40,7 @@ from training.models.compiled_code import kept_code
 from training.models.ema import Ema
 from training.models.factory import Preprocess, make_scaler
 from training.models.parallel import allreduce_seconds, gradient_bytes, place_model
-from training.monitoring.run_logger import JsonLines, RunLogger
-from training.runtime.console import Console
+from training.monitoring.run_logger import Console, JsonLines, RunLogger
 from training.runtime.determinism import Numerics
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from training.config.train_config import TrainConfig
-from training.models.activations import checkpoint_activations
+from training.models.blocks import checkpoint_activations
 from training.runtime.compat import (
     BatchNorm,
     configure_compiler,

@@ -26,8 +26,7 @@ from training.evaluation.final_files import classes_csv, confusion_csv
 from training.evaluation.validation import learned_nothing, tables_of
 from training.inference.classifier import load_classifier
 from training.inference.model_card import read_card
-from training.monitoring.run_logger import RunLogger
-from training.runtime.console import Console
+from training.monitoring.run_logger import Console, RunLogger
 from training.runtime.train_progress import Progress
 
 FLAGS = ("--epochs=3", "--batch-size=20", "--lr=0.05", "--log-every=4")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torchvision.models import convnext, swin_transformer, vision_transformer
 
-from training.models.activations import checkpoint_activations
+from training.models.blocks import checkpoint_activations
 from training.models.factory import SmallResNet
 
 
