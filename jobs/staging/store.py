@@ -204,10 +204,7 @@ class CacheEntry:
         """Return the names of files that differ from the manifest. Creates directories that are missing.
 
         Reads the files that were changed after the manifest was written and, after a reboot, all files. Calls `stopped`
-        for every file and every chunk.
-
-        Raises:
-            StagingStopped: `stopped` returned true.
+        for every file and every chunk. Raises StagingStopped if `stopped` returned true.
         """
         for name in manifest.directories:
             with contextlib.suppress(FileExistsError):

@@ -55,20 +55,13 @@ class Saver(Owner):
             return False
         return self.snapshots.due_after(self._state.progress.step + boundaries) or self.writer.snapshot_is_due
 
-    @property
-    def checkpoint_is_saved(self) -> bool:
-        """Whether a checkpoint of this step is written, or is being written."""
-        return self.checkpoints.is_saved(self._state.progress.step)
-
     # --- saving ---
 
     def save(self, *, durable: bool) -> float:
         """Start to save a checkpoint (`durable`) or snapshot, unless this step has one.
 
-        Returns the seconds of the copy; for a copy from a GPU, the seconds to start it.
-
-        Raises:
-            SharedError: more images are unreadable than --max-corrupt-images.
+        Returns the seconds of the copy; for a copy from a GPU, the seconds to start it. Raises SharedError if more
+        images are unreadable than --max-corrupt-images.
         """
         if durable:
             self._logger.wait()  # the state refers to the best model, which must be written first
@@ -93,11 +86,9 @@ class Saver(Owner):
     def restore(self) -> Candidate | None:
         """Load the newest usable state, and return it, or None if no state is usable.
 
-        A snapshot is usable if its metrics, validation and best model are in the run directory.
-
-        Raises:
-            SharedError: the newest checkpoint belongs to a run with other data or settings, or to another version.
-            TorchrelayError: the storage cannot be read.
+        A snapshot is usable if its metrics, validation and best model are in the run directory. Raises SharedError if
+        the newest checkpoint belongs to a run with other data or settings, or to another version; or TorchrelayError if
+        the storage cannot be read.
         """
         restorer = Restorer(
             peers=self._group, objects=self._state.objects, checkpoints=self._context.run_dir.checkpoints,

@@ -41,8 +41,7 @@ def training_data(train: TrainConfig) -> Path | None:
 def class_warnings(train: TrainConfig) -> list[str]:
     """Return a warning for each part of the data that has no images of a class. In archives, names are checked.
 
-    Raises:
-        UserError: val or test has a class that the training set lacks, or an archive has no known layout.
+    Raises UserError if val or test has a class that the training set lacks, or an archive has no known layout.
     """
     if train.synthetic:
         return []

@@ -100,7 +100,8 @@ def _load_in_memory(
         channels=channels,
         shape=(height, width),
         in_memory=True,
-        cheap=not augmentation.needs_cpu,
+        # Resizing and policies take so long on the CPU, image by image, that loader workers pay off.
+        cheap=not (augmentation.resizes or augmentation.policy),
         fingerprint=_fingerprint(train, test),
     )
 

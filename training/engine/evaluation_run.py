@@ -76,7 +76,11 @@ class EvaluationRun:
             f"{len(card.classes)} classes, {self._group.description}"
         )
         try:
-            self._write(self._evaluate())
+            result = evaluate_and_log(
+                self._evaluator, self._source, self._split, self._before_batch, logger,
+                (self._task.step or 0, self._task.epoch or 0),
+            )  # fmt: skip
+            self._write(result)
         except StopRequested as request:
             seconds = round(time.monotonic() - (signals.received_at() or time.monotonic()), 3)
             self._context.heartbeat.beat("end")
@@ -84,12 +88,6 @@ class EvaluationRun:
             logger.console.print(f"stopped by {request.name}: the next attempt evaluates from the first image on")
         logger.close()
         self._stop_consensus.wait()
-
-    def _evaluate(self) -> Evaluation:
-        model_after = self._task.step or 0, self._task.epoch or 0
-        return evaluate_and_log(
-            self._evaluator, self._source, self._split, self._before_batch, self.logger, model_after
-        )
 
     def _before_batch(self) -> None:
         """Exchange flags before a batch, so that a stop need not wait for the end of the evaluation."""

@@ -21,7 +21,7 @@ from hpc.base.files import append_json_line
 from hpc.run.rundir import RunDir
 from training.runtime.fault_injection import NO_FAULT, Fault
 from training.runtime.process_group import ProcessGroup, connect, disconnect
-from training.runtime.rank_device import device_name, device_of_the_node, wait_while_busy
+from training.runtime.rank_device import device_name, device_of_the_node
 from training.runtime.run_context import rank_info_from
 from training.runtime.software import versions
 
@@ -47,16 +47,14 @@ class PreflightReport:
 def run_preflight(group: ProcessGroup, fault: Fault = NO_FAULT) -> PreflightReport:
     """Check that all devices compute correctly and that all ranks communicate. All ranks must call this.
 
-    Raises:
-        BadNodeError: this rank's device or network returned wrong results.
-        TorchrelayError: the device of another rank returned wrong results.
+    Raises BadNodeError if this rank's device or network returned wrong results, or TorchrelayError if the device of
+    another rank returned wrong results.
     """
     began = time.monotonic()
     falsify = fault.inject("preflight", 0, group.rank)
     problem = ""
-    products = _products(group.device)
-    computed = wait_while_busy(lambda: [count_wrong(group.device, *product, falsify=falsify) for product in products])
-    for wrong, (side, *_) in zip(computed, products, strict=True):
+    for side, dtype, periods in _products(group.device):
+        wrong = count_wrong(group.device, side, dtype, periods, falsify=falsify)
         if wrong and not problem:
             elements = f"{wrong} of {side**2} elements of a matrix product"
             problem = f"{_describe_device(group)} computes wrongly: {elements} are wrong"

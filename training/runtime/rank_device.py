@@ -3,13 +3,10 @@
 import os
 import platform
 import re
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,51 +16,6 @@ from hpc.base.errors import BadNodeError, TorchrelayError, UserError
 from hpc.run.causes import is_device_failure
 from hpc.run.device_choice import must_use_gpu
 from training.runtime.run_context import RankInfo
-
-T = TypeVar("T")
-
-# Errors of CUDA and its libraries that may go away. The last one occurs while a node's NVSwitches start.
-_PASSING = re.compile(r"out of memory|STATUS_ALLOC_FAILED|busy or unavailable|system not yet initialized")
-_LIMIT_SECONDS, _PAUSE_SECONDS = 60.0, 2.0
-# More memory than the preflight and NCCL's first buffers take.
-_FIRST_BYTES = 2**30
-
-
-# A killed process keeps its memory until the driver has destroyed its context, which takes seconds; in compute mode
-# EXCLUSIVE_PROCESS it holds the whole GPU until then. No test has met a busy GPU yet (docs/gpu.md).
-def wait_while_busy(use: Callable[[], T]) -> T:
-    """Call `use`, and return its result. After an error that may pass, call it again for up to a minute.
-
-    Raises BadNodeError if the error has not passed after a minute, for example because another process holds the GPU.
-    """
-    deadline = time.monotonic() + _LIMIT_SECONDS
-    warned = False
-    while True:
-        try:
-            return use()
-        except RuntimeError as error:
-            message = str(error).strip().partition("\n")[0]
-            if not _PASSING.search(message):
-                raise
-            if time.monotonic() > deadline:
-                raise BadNodeError(
-                    f"{platform.node()} cannot use its GPUs: after {_LIMIT_SECONDS:.0f} s still {message} (there, "
-                    "nvidia-smi shows which processes use them)"
-                ) from error
-            if not warned:
-                warning = f"warning: {platform.node()}: {message}: trying again for {_LIMIT_SECONDS:.0f} s"
-                print(warning, file=sys.stderr, flush=True)
-                warned = True
-        # Sleep outside the handler: inside it, the exception would keep alive what `use` allocated.
-        time.sleep(_PAUSE_SECONDS)
-
-
-def occupy(gpu: torch.device) -> None:
-    """Create this process's context on its GPU, and check that 1 GiB is free. Raises RuntimeError if that fails."""
-    torch.cuda.set_device(gpu)
-    torch.empty(_FIRST_BYTES, dtype=torch.uint8, device=gpu)
-    torch.cuda.empty_cache()
-
 
 # A rank that has not answered for this long is taken for dead.
 _TIMEOUT = timedelta(minutes=10)
@@ -103,11 +55,6 @@ def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
         return platform.machine()
 
 
-def _event() -> torch.cuda.Event:
-    """Return an event for which threads wait asleep. By default, a waiting thread keeps a core of the training busy."""
-    return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-
-
 class HostValues:
     """Copies a tensor, float [n], from the device to the host in the background."""
 
@@ -117,7 +64,9 @@ class HostValues:
         if values.is_cuda:
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._values.copy_(values, non_blocking=True)
-            self._copied = torch.cuda.current_stream(values.device).record_event(_event())
+            # By default, a thread that waits for an event keeps a core of the training busy.
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            self._copied = torch.cuda.current_stream(values.device).record_event(event)
 
     def read(self) -> list[float]:
         """Wait for the copy, not for later work of the device, and return the values. Any thread may call this."""

@@ -61,9 +61,7 @@ def start(*command: str | Path, log: Path, **environment: str) -> None:
     """Start a program that becomes a daemon, by itself or with `setsid --fork`, and wait until it has become one.
 
     Its output goes to the log, and its input is empty, so that a caller's pipe does not stay open until daemons end.
-
-    Raises:
-        TorchrelayError: the program failed to start; the message has the last line of the log.
+    Raises TorchrelayError if the program failed to start; the message has the last line of the log.
     """
     with log.open("ab") as output:
         own = {"cwd": "/", "umask": 0o022, "start_new_session": True}

@@ -107,8 +107,7 @@ class SnapshotFiles:
     def image(self, size_bytes: int) -> Image:
         """Return the memory of the next snapshot. The older one of two snapshots is no more published then.
 
-        Raises:
-            OSError: the file cannot be made, for example because the node's memory is full.
+        Raises OSError if the file cannot be made, for example because the node's memory is full.
         """
         # Forget what somebody has removed: the maps would keep its memory.
         self._published = [(path, image) for path, image in self._published if image.is_at(path / STATE_TENSORS)]

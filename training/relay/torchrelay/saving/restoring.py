@@ -285,9 +285,7 @@ class Restorer:
 def _agreed(peers: RankGroup, candidate: Candidate) -> Iterator[None]:
     """Make all ranks raise if a rank cannot read a state. All ranks must enter the block.
 
-    Raises:
-        _Unusable: the state is damaged, or it is a snapshot.
-        OSError: it is a checkpoint, and may be intact.
+    Raises _Unusable if the state is damaged, or it is a snapshot; or OSError if it is a checkpoint, and may be intact.
     """
     problem, is_damaged = "", True
     try:
@@ -389,9 +387,7 @@ class _Content:
 def read_state(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read the whole tensors of a state into host memory, by name, and its other values.
 
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: a file is damaged.
+    Raises OSError if a file cannot be read, or ValueError if a file is damaged.
     """
     values: dict[str, Any] = json.loads((directory / STATE_VALUES).read_bytes())
     return read_whole_tensors(directory), values

@@ -76,8 +76,7 @@ def is_sharded(value: Any) -> bool:
 def part_of(value: Any) -> Part:
     """Return what this rank holds of a tensor, which may be sharded (DTensor).
 
-    Raises:
-        ValueError: the tensor is sharded in a way that is not supported.
+    Raises ValueError if the tensor is sharded in a way that is not supported.
     """
     if not is_sharded(value):
         shape = tuple(value.shape)
@@ -283,12 +282,14 @@ class TensorFile:
     def __init__(self, path: Path, header: bytes | None = None) -> None:
         """`header` is that of the file, if it is known; else, it is read.
 
-        Raises:
-            OSError: the file cannot be read.
-            ValueError, KeyError: the file is damaged.
+        Raises OSError if the file cannot be read, or ValueError or KeyError if the file is damaged.
         """
         self._path = path
-        self.header = _read_header(path) if header is None else header
+        if header is None:
+            with path.open("rb") as opened:
+                size = opened.read(8)
+                header = size + opened.read(int.from_bytes(size, "little"))
+        self.header = header
         self.tensors = TensorLayout.parse(self.header).tensors
 
     def read(self, name: str) -> Tensor:
@@ -312,18 +313,10 @@ class TensorFile:
         return copy_common(target, self.read(name), block) if block.common(target.block) else 0
 
 
-def _read_header(path: Path) -> bytes:
-    with path.open("rb") as opened:
-        size = opened.read(8)
-        return size + opened.read(int.from_bytes(size, "little"))
-
-
 def read_whole_tensors(directory: Path) -> dict[str, Tensor]:
     """Read the tensors of a state by name, each from the files of its shards.
 
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: a file is damaged, or the files lack elements of a tensor.
+    Raises OSError if a file cannot be read; or ValueError if a file is damaged, or the files lack elements of a tensor.
     """
     import torch
 
