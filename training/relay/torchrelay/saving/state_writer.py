@@ -108,6 +108,10 @@ class DeviceCopy:
         return milliseconds / 1000
 
 
+_ALONE = RankGroup(rank=0, local_rank=0, world_size=1, control=None)
+"""The ranks that write a whole state: rank 0."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Save:
     """A state that is being written."""
@@ -300,11 +304,8 @@ class StateWriter:
     def _write_checkpoint(self, directory: Path, state: _Save, began: float) -> None:
         step = state.captured.step
         try:
-            if state.holders.count > 1:
+            if state.holders.count > 1 or self.peers.is_rank_zero:
                 self._write_parts(directory, state)
-            elif state.image and self.peers.is_rank_zero:
-                write = partial(self._write_state, state, STATE_TENSORS)
-                save_checkpoint(directory, step, write, self.keep, check=self.owner.check)
         except (OSError, OtherRankError) as error:
             # Not the error itself: it would keep the frames of its traceback, and so memory.
             self.unwritten = reason_of(error)
@@ -321,29 +322,25 @@ class StateWriter:
         seconds, copy_seconds = round(time.monotonic() - began, 3), round(state.copy_seconds, 4)
         self.owner.event("checkpoint_saved", step=step, seconds=seconds, copy_seconds=copy_seconds)
 
-    def _write_state(self, state: _Save, name: str, directory: Path) -> dict[str, Any]:
-        """Write the tensors that this rank owns, and on rank 0 the other files. Returns entries of the manifest."""
-        if self.peers.is_rank_zero:
-            write_all(directory, state.others)
-        entries = {name: state.image.write(directory / name, state.owned)} if state.image and state.owned else {}
-        self.owner.publishing(state.captured.step)
-        return entries
-
     def _write_parts(self, directory: Path, state: _Save) -> None:
-        """Write a checkpoint of which each rank writes a part to the same storage. Rank 0 publishes it."""
-        peers, step = self._background_peers, state.captured.step
+        """Write a checkpoint, of which each rank writes its shard to the same storage. Rank 0 publishes it."""
+        peers, step, image = self._background_peers, state.captured.step, state.image
+        name = f"state-{peers.rank:05d}-of-{peers.world_size:05d}.safetensors"
+        if state.holders.count == 1:
+            peers, name = _ALONE, STATE_TENSORS
         temporary = unpublished_name(checkpoint_path(directory, step))
         temporary = Path(os.fsdecode(peers.broadcast_bytes(os.fsencode(temporary))))
-        name = f"state-{peers.rank:05d}-of-{peers.world_size:05d}.safetensors"
         try:
             with peers.raise_together():
                 if peers.is_rank_zero:
                     directory.mkdir(exist_ok=True)
                     temporary.mkdir(mode=0o700)
+                    write_all(temporary, state.others)
             with peers.raise_together():
-                entries = self._write_state(state, name, temporary)
+                entries = {name: image.write(temporary / name, state.owned)} if image and state.owned else {}
                 if entries:
                     fsync(temporary / name)
+                self.owner.publishing(step)
             files = {file: entry for written in peers.all_gather_json(entries) for file, entry in written.items()}
             with peers.raise_together():
                 if peers.is_rank_zero:
