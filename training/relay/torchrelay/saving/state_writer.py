@@ -338,7 +338,7 @@ class StateWriter:
                     write_all(temporary, state.others)
             with peers.raise_together():
                 entries = {name: image.write(temporary / name, state.owned)} if image and state.owned else {}
-                if entries:
+                if entries and not peers.is_rank_zero:  # rank 0 flushes its file when it publishes all
                     fsync(temporary / name)
                 self.owner.publishing(step)
             files = {file: entry for written in peers.all_gather_json(entries) for file, entry in written.items()}
