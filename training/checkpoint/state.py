@@ -109,7 +109,9 @@ class _ScalerState:
         # Before its first step, the scaler has no tensors yet.
         scale, tracker = scaler_tensors(scaler)
         if scale is None or tracker is None:
-            return {"scale": torch.tensor(scaler.get_scale()), "growth_tracker": torch.tensor(0, dtype=torch.int32)}
+            plain = scaler.state_dict()  # what was restored, if the state is saved again before the next step
+            tracker = torch.tensor(plain["_growth_tracker"], dtype=torch.int32)
+            return {"scale": torch.tensor(plain["scale"]), "growth_tracker": tracker}
         return {"scale": scale, "growth_tracker": tracker}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
