@@ -44,7 +44,7 @@ from benchmarks.speed.loops import Case
 from benchmarks.speed.our_loop import our_trainer
 from hpc.base.transport import pick_port
 from hpc.run.nodedir import NodeDir
-from training.config.save_interval import AUTO_OVERHEAD, parse_interval
+from training.config.rules import AUTO_OVERHEAD, parse_interval
 from training.engine.trainer import Trainer
 from training.runtime.process_group import connect, disconnect
 from training.runtime.run_context import rank_info_from

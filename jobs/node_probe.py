@@ -109,8 +109,6 @@ def examine(probe: Probe, stage_dir: Path, stack: ExitStack) -> Iterator[dict[st
         alone = replace(probe.allocation, node_rank=0, hostnames=(probe.allocation.host,))
         probe = replace(probe, run=RunDir(Path(own)), allocation=alone)
     channel, secret = meet(probe, stack)
-    skew = channel.clock_skew_seconds if isinstance(channel, ControlClient) else 0.0
-    yield {"clock_seconds": round(-skew, 3)}
     if probe.allocation.num_nodes > 1:
         yield {"interface": interface_of(channel.own_address)}
     yield run_ranks(probe, channel, secret)

@@ -114,9 +114,7 @@ def main() -> int:
 def profile(options: ProfileOptions) -> None:
     """Measure the parts of a step, and print the result on rank 0.
 
-    Raises:
-        UserError: a flag or the data is wrong.
-        TorchrelayError: the training failed.
+    Raises UserError if a flag or the data is wrong, or TorchrelayError if the training failed.
     """
     config = replace(options.train, epochs=_EPOCHS, initial_image_size=None)
     configure(config)

@@ -22,7 +22,7 @@ from benchmarks.speed.loops import Case
 from benchmarks.speed.our_loop import our_trainer
 from hpc.run.nodedir import NodeDir
 from training.config.dataset_layout import check_data, resolve_data
-from training.config.save_interval import INTERVAL_WORDS
+from training.config.rules import INTERVAL_WORDS
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import make_schedule
 from training.data.build import load_data, move_to_device

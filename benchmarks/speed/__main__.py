@@ -13,7 +13,7 @@ exchanged with the other rank, but without snapshots. The rivals do nothing of t
 
 - images/s: of both ranks, the median over the turns, after a warm-up.
 - page faults: of rank 0 in a step, the median over the turns. They explain why starts of a loop differ
-  (`training/data/freed_memory.py`).
+  (`training/data/loader.py`).
 - MiB: the highest memory of rank 0 and its worker while they train: anonymous and shared memory, no libraries' code.
 
 In memory, ours turns bytes into normalised floats in each step, as it does for a GPU; the others' batch consists of

@@ -112,7 +112,7 @@ def ranks() -> int:
 def make_model(case: Case, device: torch.device) -> nn.Module:
     """Make the model, on the device, without DDP."""
     if case.model == SMALL_CNN:
-        from training.models.small_models import small_cnn  # noqa: PLC0415  # only where it is trained
+        from training.models.factory import small_cnn  # noqa: PLC0415  # only where it is trained
 
         model: nn.Module = small_cnn(case.classes, 3, case.image_size)
     else:

@@ -49,8 +49,6 @@ class NodeInfo:
     problem: str = ""
     """Error that prevented checking or measuring this node; empty if there was none."""
 
-    clock_seconds: float | None = None
-    """This node's clock minus the first node's; None if they did not meet."""
     stage_gb_per_second: float | None = None
     """Speed of writing to the stage directory, with fsync; None if it has no room."""
     runs_gb_per_second: float | None = None

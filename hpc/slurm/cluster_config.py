@@ -20,8 +20,6 @@ class ClusterConfig:
     """The partition that a run would use."""
     partitions: tuple[Fields, ...] = ()
     """All partitions, including those that the user may not use, because their jobs may preempt the user's."""
-    sacct_error: str = ""
-    """The error of sacct; empty if it works."""
     max_submit_jobs: float | None = None
     """Maximum number of the user's running and pending jobs; inf without a limit, None if Slurm does not say."""
 
@@ -34,17 +32,11 @@ def query_cluster(name: str | None) -> ClusterConfig:
         TorchrelayError: Slurm does not answer.
     """
     partitions = client.parse_records(client.run("scontrol", "--all", "--oneliner", "show", "partition"))
-    partition, sacct_error = choose_partition(name, partitions), ""
-    try:
-        client.run("sacct", "--noheader", "--allocations", "--starttime=now-1minute")
-    except TorchrelayError as error:
-        sacct_error = str(error)
     config = client.show_config()
     return ClusterConfig(
         config=config,
-        partition=partition,
+        partition=choose_partition(name, partitions),
         partitions=partitions,
-        sacct_error=sacct_error,
         max_submit_jobs=_max_submit_jobs() if "limits" in config.get("AccountingStorageEnforce", "") else inf,
     )
 

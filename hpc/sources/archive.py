@@ -22,16 +22,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from hpc.base.errors import TorchrelayError, UserError
-from hpc.sources.compat import check_tar_headers
 from hpc.sources.source_files import read_with_retries
 from hpc.sources.zstd import ZstdError, ZstdFile
 
 _BUFFER_BYTES = 2**18
-# tarfile reads names and other extended headers of any size into memory.
-_LONGEST_HEADER_BYTES, _LONGEST_LINK = 2**20, 4096
-_EXTENDED_HEADERS = frozenset({
-    tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE,
-})  # fmt: skip
+_LONGEST_LINK = 4096
 # A tar archive of this size is read in seconds.
 _QUICK_BYTES = 2**26
 # RuntimeError means that the archive is encrypted, compressed in an unknown way, or nested too deeply.
@@ -101,7 +96,7 @@ def damage_reported(archive: Path) -> Iterator[None]:
 
 
 class _TarInfo(tarfile.TarInfo):
-    """A tar header. Reading it fails if it is too large, or if tarfile would take damage for the archive's end."""
+    """A tar header. Reading it fails if tarfile would take damage for the archive's end."""
 
     @classmethod
     def fromtarfile(cls, tar: tarfile.TarFile) -> Self:
@@ -115,14 +110,6 @@ class _TarInfo(tarfile.TarInfo):
             raise
         except tarfile.HeaderError as error:
             raise tarfile.ReadError(f"{error} at byte {tar.offset}") from error
-
-
-def _check_header(header: tarfile.TarInfo) -> None:
-    if header.type in _EXTENDED_HEADERS and not 0 <= header.size <= _LONGEST_HEADER_BYTES:
-        raise tarfile.ReadError(f"a header of {header.size} bytes")
-
-
-check_tar_headers(_TarInfo, _check_header)
 
 
 class _RetryingFile(io.FileIO):

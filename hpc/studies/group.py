@@ -125,8 +125,7 @@ class GroupDir(Generic[Spec]):
     def go_on(self, options: Any) -> Spec:
         """Save and return the spec with the values that `options` has for its fields, and take back a cancellation.
 
-        Raises:
-            UserError: the group does not exist, is another user's, or has a damaged spec.
+        Raises UserError if the group does not exist, is another user's, or has a damaged spec.
         """
         if not self.spec_file.exists():
             raise UserError(

@@ -57,10 +57,8 @@ def start_member(
     """Submit a run of a group with its own `flags` of the launcher, after a change of the program's flags.
 
     If an earlier submission of the run was killed, resume it unchanged. Return False if another process submitted it.
-
-    Raises:
-        UserError: the run cannot be submitted.
-        TorchrelayError: Slurm does not answer, or another process is about to submit the run.
+    Raises UserError if the run cannot be submitted; or TorchrelayError if Slurm does not answer, or another process is
+    about to submit the run.
     """
     is_made = run.spec.exists()
     try:

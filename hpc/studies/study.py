@@ -112,9 +112,7 @@ class Study(ABC, Generic[Spec]):
     def step(self) -> bool:
         """Follow the runs, and start further ones. Return whether the group is over.
 
-        Raises:
-            UserError: the first run cannot be submitted.
-            TorchrelayError: Slurm does not answer.
+        Raises UserError if the first run cannot be submitted, or TorchrelayError if Slurm does not answer.
         """
         self.cache = StatusCache()  # in an old one, a run that another process just submitted may look failed
         running = 0

@@ -61,8 +61,7 @@ class SweepDir(GroupDir[SweepSpec]):
 def read_space(params: Sequence[str]) -> "dict[str, BaseDistribution]":
     """Return the distribution of each parameter's values, by the parameter's name.
 
-    Raises:
-        UserError: a parameter is malformed.
+    Raises UserError if a parameter is malformed.
     """
     space: dict[str, BaseDistribution] = {}
     for param in params:

@@ -61,9 +61,7 @@ class CancellableWait:
         """Report the progress and send the heartbeat. Returns whether to stop.
 
         `done` counts what the storage has done, unless `progress` counts it; None if nothing waits for the storage.
-
-        Raises:
-            NoProgressError: the storage has made no progress for too long.
+        Raises NoProgressError if the storage has made no progress for too long.
         """
         self._check_progress(progress.bytes_done if progress and progress.at_storage else done)
         if self.heartbeat is not None and time.monotonic() - self._heartbeat_at > _HEARTBEAT_SECONDS:
@@ -97,11 +95,8 @@ class CancellableWait:
         """Run a blocking call in a thread, because storage or the network may hang, and wait for it.
 
         `progress` and `done` return what `update` takes. `cancel` is set when staging is asked to stop: the thread then
-        has some seconds to end before it is abandoned.
-
-        Raises:
-            StagingStopped: staging was asked to stop.
-            NoProgressError: the storage hangs.
+        has some seconds to end before it is abandoned. Raises StagingStopped if staging was asked to stop, or
+        NoProgressError if the storage hangs.
         """
         future = Future[_Result]()
 

@@ -146,10 +146,8 @@ class NodeStaging:
     def _replace_damaged(self, source: Path, copy: Path) -> int:
         """Read all of this node's copy, and replace it if it is damaged. Returns the number of damaged files.
 
-        Processes that read the copy meanwhile see each file either old or new.
-
-        Raises:
-            TorchrelayError, OSError: the copy or its source cannot be read.
+        Processes that read the copy meanwhile see each file either old or new. Raises TorchrelayError or OSError if the
+        copy or its source cannot be read.
         """
         store, size = open_store(self.node.stage_dir), self.node.spec.pack
         version = copy.relative_to(store.root).parts[0]

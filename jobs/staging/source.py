@@ -113,9 +113,7 @@ class SourceListing:
     def unpack(cls, content: bytes) -> "SourceListing":
         """Return the listing from the bytes that `pack` has made.
 
-        Raises:
-            TorchrelayError: a name leads out of the data set.
-            ValueError: the content is malformed.
+        Raises TorchrelayError if a name leads out of the data set, or ValueError if the content is malformed.
         """
         source, records = unpack_records(content)
         files = tuple(SourceFile(*record) for record in records if not isinstance(record, str))
@@ -240,8 +238,7 @@ def _file(name: str, entry: os.DirEntry[str] | Path) -> SourceFile:
 def read_chunk(listing: SourceListing, chunk: FileChunk, into: memoryview, cancelled: threading.Event) -> None:
     """Read a chunk from the source into a buffer of its length. After errors, try again, as `read_with_retries` does.
 
-    Raises:
-        TorchrelayError: the file cannot be read, or has changed since it was listed.
+    Raises TorchrelayError if the file cannot be read, or has changed since it was listed.
     """
     file = listing.files[chunk.file]
     path = f"{listing.base}/{file.name}"

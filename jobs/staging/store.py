@@ -204,10 +204,7 @@ class CacheEntry:
         """Return the names of files that differ from the manifest. Creates directories that are missing.
 
         Reads the files that were changed after the manifest was written and, after a reboot, all files. Calls `stopped`
-        for every file and every chunk.
-
-        Raises:
-            StagingStopped: `stopped` returned true.
+        for every file and every chunk. Raises StagingStopped if `stopped` returned true.
         """
         for name in manifest.directories:
             with contextlib.suppress(FileExistsError):
@@ -247,20 +244,9 @@ class CacheEntry:
     ) -> Iterator[tuple[Manifest | None, list[str]]]:
         """Hold both locks: against deletion until `in_use` is closed, against other makers of the copy in the block.
 
-        Yields the copy's manifest, None if there is none, and the names of its damaged files.
-        """
-        with self.locked_for_copy(wait_for_maker or waiting.wait):
-            waiting.heartbeat = self.send_heartbeat
-            self.lock_for_use(waiting, in_use)
-            manifest = self.manifest()
-            yield manifest, self.find_damaged(manifest, waiting.stopped) if manifest else []
-
-    @contextmanager
-    def locked_for_copy(self, wait: Callable[[], None]) -> Iterator[None]:
-        """Let one process of this node make the copy at a time; the others call `wait` until it is done.
-
-        Raises:
-            StalledError: the process that makes the copy sends no heartbeat. Its job may be suspended.
+        Yields the copy's manifest, None if there is none, and the names of its damaged files. While another process
+        makes the copy, calls `wait_for_maker`. Raises StalledError if that process sends no heartbeat: its job may be
+        suspended.
         """
         descriptor = open_lock(self._copy_lock)
         try:
@@ -271,9 +257,12 @@ class CacheEntry:
                     heartbeat, seen_at = newest, time.monotonic()
                 if time.monotonic() - seen_at > _STALLED_SECONDS:
                     raise StalledError
-                wait()
+                (wait_for_maker or waiting.wait)()
             self.send_heartbeat()
-            yield
+            waiting.heartbeat = self.send_heartbeat
+            self.lock_for_use(waiting, in_use)
+            manifest = self.manifest()
+            yield manifest, self.find_damaged(manifest, waiting.stopped) if manifest else []
         finally:
             os.close(descriptor)
 
@@ -286,16 +275,15 @@ class CacheEntry:
         with _locked_if_free(self._use_lock) as locked:
             return not locked
 
-    def delete(self) -> bool:
-        """Delete the copy unless a process reads it. Returns whether it is gone."""
+    def delete(self) -> None:
+        """Delete the copy unless a process reads it."""
         with _locked_if_free(self._use_lock) as locked:
             if not locked:
-                return False
+                return
             doomed = self._new_name()
             with contextlib.suppress(FileNotFoundError):  # another process was quicker
                 self.path.rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)
-            return True
 
     def _new_name(self) -> Path:
         return self.store.root / f".{self.name}.{uuid.uuid4().hex}.partial"

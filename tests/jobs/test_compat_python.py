@@ -7,7 +7,6 @@ import atexit
 import multiprocessing
 import runpy
 import sys
-import tarfile
 import threading
 
 import pytest
@@ -29,7 +28,6 @@ STARTS_PROCESSES = compat.functions_that_start_processes()
         (multiprocessing.process, "_parent_process", "a rank would not look like a main process"),
         (threading.main_thread(), "_set_native_id", "a rank would have the thread id of its wrapper"),
         *((owner, name, "Slurm's signals would end helper processes") for owner, name in STARTS_PROCESSES),
-        (tarfile.TarInfo, "_proc_member", "an archive could fill the memory of a node with one header"),
         (torch.cuda, "_is_in_bad_fork", "ranks that cannot use the GPUs would be forked"),
     ],
 )

@@ -18,9 +18,8 @@ from hpc.base.errors import TorchrelayError, UserError
 from hpc.run.events.kinds import CheckpointSaved, Problem, SnapshotOff
 from training.checkpoint.snapshot import missing_results
 from training.checkpoint.state import LOSS, TrainState
-from training.config.save_interval import Interval, parse_interval
-from training.monitoring.run_logger import RunLogger
-from training.runtime.console import Console
+from training.config.rules import Interval, parse_interval
+from training.monitoring.run_logger import Console, RunLogger
 from training.runtime.process_group import ProcessGroup, SharedError
 from training.runtime.run_context import RunContext
 
@@ -56,20 +55,13 @@ class Saver(Owner):
             return False
         return self.snapshots.due_after(self._state.progress.step + boundaries) or self.writer.snapshot_is_due
 
-    @property
-    def checkpoint_is_saved(self) -> bool:
-        """Whether a checkpoint of this step is written, or is being written."""
-        return self.checkpoints.is_saved(self._state.progress.step)
-
     # --- saving ---
 
     def save(self, *, durable: bool) -> float:
         """Start to save a checkpoint (`durable`) or snapshot, unless this step has one.
 
-        Returns the seconds of the copy; for a copy from a GPU, the seconds to start it.
-
-        Raises:
-            SharedError: more images are unreadable than --max-corrupt-images.
+        Returns the seconds of the copy; for a copy from a GPU, the seconds to start it. Raises SharedError if more
+        images are unreadable than --max-corrupt-images.
         """
         if durable:
             self._logger.wait()  # the state refers to the best model, which must be written first
@@ -94,11 +86,9 @@ class Saver(Owner):
     def restore(self) -> Candidate | None:
         """Load the newest usable state, and return it, or None if no state is usable.
 
-        A snapshot is usable if its metrics, validation and best model are in the run directory.
-
-        Raises:
-            SharedError: the newest checkpoint belongs to a run with other data or settings, or to another version.
-            TorchrelayError: the storage cannot be read.
+        A snapshot is usable if its metrics, validation and best model are in the run directory. Raises SharedError if
+        the newest checkpoint belongs to a run with other data or settings, or to another version; or TorchrelayError if
+        the storage cannot be read.
         """
         restorer = Restorer(
             peers=self._group, objects=self._state.objects, checkpoints=self._context.run_dir.checkpoints,

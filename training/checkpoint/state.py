@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
-from torchrelay.saving.device_copy import DeviceCopy
 from torchrelay.saving.objects import Objects, Saveable
+from torchrelay.saving.state_writer import DeviceCopy
 
 from hpc.base.errors import UserError
 from hpc.base.text import flag
@@ -109,7 +109,9 @@ class _ScalerState:
         # Before its first step, the scaler has no tensors yet.
         scale, tracker = scaler_tensors(scaler)
         if scale is None or tracker is None:
-            return {"scale": torch.tensor(scaler.get_scale()), "growth_tracker": torch.tensor(0, dtype=torch.int32)}
+            plain = scaler.state_dict()  # what was restored, if the state is saved again before the next step
+            tracker = torch.tensor(plain["_growth_tracker"], dtype=torch.int32)
+            return {"scale": torch.tensor(plain["scale"]), "growth_tracker": tracker}
         return {"scale": scale, "growth_tracker": tracker}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:

@@ -33,11 +33,7 @@ def recipes() -> tuple[str, ...]:
 
 
 def recipe_path(name: str) -> Path:
-    """Return the path of a recipe's file.
-
-    Raises:
-        UserError: no recipe has this name.
-    """
+    """Return the path of a recipe's file. Raises UserError if no recipe has this name."""
     if name not in recipes():
         close = similar(name, recipes()) or recipes()
         raise UserError(f"--recipe is {name!r}, which is not known: use {', '.join(close)}")
@@ -47,10 +43,8 @@ def recipe_path(name: str) -> Path:
 def preset(settings: Mapping[str, Any], known: Mapping[str, bool]) -> dict[str, Any]:
     """Return the flags of the recipe that the settings of a training name. If they name no data, choose a data set.
 
-    The data set is Fashion-MNIST if Debian's copy is installed, else scikit-learn's digits with their recipe.
-
-    Raises:
-        UserError: the recipe does not exist, or has a flag that is not in `known`.
+    The data set is Fashion-MNIST if Debian's copy is installed, else scikit-learn's digits with their recipe. Raises
+    UserError if the recipe does not exist, or has a flag that is not in `known`.
     """
     if recipe := settings.get("recipe"):
         return read_settings("--recipe", recipe_path(recipe), known)
@@ -98,8 +92,7 @@ Options = TypeVar("Options", bound=TrainFlags)
 def parse_flags(options: type[Options], argv: Sequence[str], prog: str) -> Options:
     """Parse a command line with training flags, or print the help and exit.
 
-    Raises:
-        UserError: a flag is wrong, or no model has the given name.
+    Raises UserError if a flag is wrong, or no model has the given name.
     """
     known = flag_names(TrainConfig)
     typed = program.read((options,), argv, prog)
@@ -121,8 +114,7 @@ def is_from_agent(argv: Sequence[str]) -> bool:
 def rank_options(argv: Sequence[str]) -> RankOptions:
     """Return the options of a rank that a node agent has started, with the directory of the data on its node.
 
-    Raises:
-        UserError: a flag is of another version.
+    Raises UserError if a flag is of another version.
     """
     options = program.build(RankOptions, program.read((RankOptions,), argv, "training"))
     train = options.train

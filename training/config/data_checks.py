@@ -13,8 +13,7 @@ from pathlib import Path, PurePosixPath
 from hpc.base.errors import TorchrelayError, UserError
 from hpc.sources import archive
 from hpc.sources.source_files import inside_name, is_archive
-from training.config.class_directories import is_image
-from training.config.dataset_layout import check_classes, check_data, resolve_data
+from training.config.dataset_layout import check_classes, check_data, is_image, resolve_data
 from training.config.packed_index import INDEX
 from training.config.rules import check_validation, parse_crop_pct
 from training.config.train_config import TrainConfig
@@ -42,8 +41,7 @@ def training_data(train: TrainConfig) -> Path | None:
 def class_warnings(train: TrainConfig) -> list[str]:
     """Return a warning for each part of the data that has no images of a class. In archives, names are checked.
 
-    Raises:
-        UserError: val or test has a class that the training set lacks, or an archive has no known layout.
+    Raises UserError if val or test has a class that the training set lacks, or an archive has no known layout.
     """
     if train.synthetic:
         return []

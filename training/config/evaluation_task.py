@@ -48,8 +48,7 @@ class EvaluationTask:
     def load(cls, model: Path) -> Self | None:
         """Read the task of a run with this directory of a model; None if the run is not an evaluation.
 
-        Raises:
-            UserError: the file is damaged, or of another version.
+        Raises UserError if the file is damaged, or of another version.
         """
         try:
             return cls(**json.loads((model / _FILE).read_bytes()))
@@ -62,11 +61,8 @@ class EvaluationTask:
 def choose_split(task: EvaluationTask, layout: DataLayout, val_split: float) -> Split:
     """Return the split to evaluate on. `val_split` is the held-out share of data without a validation set.
 
-    `auto` means the test set or, without one, the validation set. If there is neither, it means all images, but only
-    if the training has not used them.
-
-    Raises:
-        UserError: the data does not have the split.
+    `auto` means the test set or, without one, the validation set. If there is neither, it means all images, but only if
+    the training has not used them. Raises UserError if the data does not have the split.
     """
     has = {"test": layout.test is not None, "val": layout.val is not None or val_split > 0, "train": True}
     splits: tuple[Split, ...] = ("test", "val", "train")

@@ -6,6 +6,7 @@ Pure; runs on the login node and on every rank. `config` is a TrainConfig, typed
 import math
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 from itertools import pairwise
@@ -16,7 +17,48 @@ from hpc.base.errors import UserError
 from hpc.base.text import flag
 from training.config.dataset_layout import NAMED_DATA
 from training.config.model_names import SMALL_CNN, TIMM
-from training.config.save_interval import INTERVAL_WORDS, parse_interval
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """The interval between saves, in steps or seconds. With neither, nothing is saved.
+
+    The ranks make torchrelay's `SaveTimes` of it. To import that here would delay `hpc submit`.
+    """
+
+    steps: int | None = None
+    seconds: float | None = None
+    max_overhead: float | None = None
+    """Largest share of the time that saving may take. If saving takes more, the interval grows; None for no limit."""
+
+
+_SECONDS_OF_UNIT = {"s": 1, "m": 60, "h": 3600}
+# Half of the 1 % that the help promises, because some costs of a snapshot cannot be measured while it is taken.
+AUTO_OVERHEAD = 0.005
+# For each field: the words that it accepts besides steps and durations.
+INTERVAL_WORDS: dict[str, dict[str, Interval]] = {
+    "checkpoint_every": {},
+    "snapshot_every": {"auto": Interval(seconds=0.5, max_overhead=AUTO_OVERHEAD), "off": Interval()},
+}
+
+
+def parse_interval(field: str, text: str) -> Interval:
+    """Parse `500` (steps), a duration such as `30s`, `10m` or `2h`, or a word in INTERVAL_WORDS.
+
+    Raises UserError if the text has another form, or is zero.
+    """
+    words = INTERVAL_WORDS[field]
+    if text.strip() in words:
+        return words[text.strip()]
+    if match := re.fullmatch(r"(\d+(?:\.\d+)?)([smh])|(\d+)", text.strip()):
+        amount, unit, steps = match.groups()
+        if steps and int(steps) > 0:
+            return Interval(steps=int(steps))
+        if amount and float(amount) > 0:
+            return Interval(seconds=float(amount) * _SECONDS_OF_UNIT[unit])
+    names = "".join(f"{word}, " for word in words)
+    raise UserError(f"{flag(field)} is {text!r}: use {names}steps such as 500, or a duration such as 30s, 10m or 2h")
+
 
 Test = Callable[[Any], bool]
 

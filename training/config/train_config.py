@@ -237,17 +237,13 @@ class TrainConfig(Adjustable):
             raise UserError(f"--min-lr is {self.min_lr}, more than the highest learning rate: use {highest:g} or less")
 
 
-def base_learning_rate(config: TrainConfig) -> float:
-    """Return `--lr` or its default."""
-    if config.lr is not None:
-        return config.lr
-    batch_size = config.batch_size if config.lr_scaling == "none" else SCALE_BATCH
-    return _DEFAULT_LR[config.optimizer] * math.sqrt(min(1.0, batch_size / _DEFAULT_BATCH))
-
-
 def highest_learning_rate(config: TrainConfig) -> float:
     """Return `--lr` or its default, scaled with the global batch size."""
-    return base_learning_rate(config) * _SCALINGS[config.lr_scaling](config.batch_size / SCALE_BATCH)
+    lr = config.lr
+    if lr is None:
+        batch_size = config.batch_size if config.lr_scaling == "none" else SCALE_BATCH
+        lr = _DEFAULT_LR[config.optimizer] * math.sqrt(min(1.0, batch_size / _DEFAULT_BATCH))
+    return lr * _SCALINGS[config.lr_scaling](config.batch_size / SCALE_BATCH)
 
 
 def needs_compiler(train: TrainConfig) -> bool:

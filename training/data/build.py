@@ -19,11 +19,10 @@ from training.config.model_names import OWN_MODELS
 from training.config.packed_index import read_index
 from training.config.rules import parse_crop_pct
 from training.config.train_config import TrainConfig, size_in_epoch
-from training.data.dataset import Data, ImageDataset, MemoryImages, SyntheticImages
+from training.data.dataset import Data, ImageDataset, MemoryImages, SyntheticImages, open_part
 from training.data.file_index import build_index, deserialize
 from training.data.image_folder import FolderImages
 from training.data.in_memory import class_names, read_cifar, read_cifar_names, read_digits, read_idx_pair
-from training.data.packed import open_part
 from training.data.transforms.augment import make_augmentation
 from training.runtime.counter_rng import Purpose, derive_key, permutation
 
@@ -101,7 +100,8 @@ def _load_in_memory(
         channels=channels,
         shape=(height, width),
         in_memory=True,
-        cheap=not augmentation.needs_cpu,
+        # Resizing and policies take so long on the CPU, image by image, that loader workers pay off.
+        cheap=not (augmentation.resizes or augmentation.policy),
         fingerprint=_fingerprint(train, test),
     )
 

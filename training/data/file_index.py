@@ -16,8 +16,7 @@ import numpy as np
 from hpc.base.errors import UserError
 from hpc.base.files import write_atomic
 from hpc.base.text import file_name
-from training.config.class_directories import class_names, list_images
-from training.config.dataset_layout import DataLayout, image_roots, known_classes
+from training.config.dataset_layout import DataLayout, class_names, image_roots, known_classes, list_images
 
 # Two changes within one tick of a file system's clock get the same time, and some clocks tick in seconds. So an index
 # is cached only if its directories have been unchanged for more than a tick.

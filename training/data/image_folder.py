@@ -50,15 +50,10 @@ def with_image(content: bytes, use: Callable[[Image.Image], _Result]) -> _Result
 
 def as_rgb(image: Image.Image) -> Image.Image:
     """Convert an image to three channels of 8 bits. Raises UserError if the image's gray levels are unknown."""
-    if _is_deep(image):
-        # Pillow would clip the values: all but the darkest 256 of 65,536 grays would become white.
+    if image.mode in {"I", "F"} or image.mode.startswith("I;16"):
+        # Of gray values of more than 8 bits, Pillow would clip all but the darkest 256 of 65,536 to white.
         image = Image.fromarray(_gray_levels(image))
     return image if image.mode == "RGB" else image.convert("RGB")
-
-
-def _is_deep(image: Image.Image) -> bool:
-    """Return whether the pixels are gray values of more than 8 bits."""
-    return image.mode in {"I", "F"} or image.mode.startswith("I;16")
 
 
 def _gray_levels(image: Image.Image) -> np.ndarray:

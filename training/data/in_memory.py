@@ -31,11 +31,8 @@ _kept = dict[Path, Tensor]()
 def keep_data() -> None:
     """Read the IDX files in this process's `--data` into memory, for the ranks that it forks.
 
-    It does not call `read_idx_pair`, whose tensor operations start threads: none may run before a fork.
-
-    Raises:
-        OSError: the directory cannot be read.
-        UserError: the directory has no known layout, or a file is damaged.
+    It does not call `read_idx_pair`, whose tensor operations start threads: none may run before a fork. Raises OSError
+    if the directory cannot be read; or UserError if the directory has no known layout, or a file is damaged.
     """
     argument = next((word for word in sys.argv if word.startswith("--data=")), None)
     if argument is None:

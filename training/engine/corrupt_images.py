@@ -19,23 +19,19 @@ class CorruptImages:
         self._source, self._limit, self._group, self._logger = source, limit, group, logger
         self.indices: list[int] = []
         """Sorted indices of the images that all ranks know. The list is changed in place, never replaced."""
-        self._unshared: set[int] = set()
+        self.unshared: set[int] = set()
+        """Indices of images that this rank has met, and of which other ranks may not know."""
 
     def add(self, indices: Iterable[int]) -> None:
         """Add the indices of unreadable images that this rank has met."""
-        self._unshared |= set(indices) - set(self.indices)
-
-    @property
-    def has_unshared(self) -> bool:
-        """Whether this rank has met images that other ranks may not know."""
-        return bool(self._unshared)
+        self.unshared |= set(indices) - set(self.indices)
 
     def share(self) -> None:
         """Share the images that each rank has met. All ranks call this. Raises SharedError if there are too many."""
         # Unreadable images are rare, and summing a number is faster than gathering lists.
-        some_unshared = bool(self._group.all_reduce(torch.tensor(len(self._unshared))))
-        unreadable = set().union(*self._group.all_gather_json(list(self._unshared))) if some_unshared else set()
-        self._unshared = set()
+        some_unshared = bool(self._group.all_reduce(torch.tensor(len(self.unshared))))
+        unreadable = set().union(*self._group.all_gather_json(list(self.unshared))) if some_unshared else set()
+        self.unshared = set()
         new = sorted(unreadable - set(self.indices))
         self.indices[:] = sorted([*self.indices, *new])
         for name in map(self._source.name, new):

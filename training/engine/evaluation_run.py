@@ -24,8 +24,7 @@ from training.evaluation.evaluated_model import EvaluatedModel, load_model
 from training.evaluation.evaluator import Evaluation, Evaluator
 from training.evaluation.validation import evaluate_and_log, numbers_of, tables_of
 from training.inference.model_card import ModelCard
-from training.monitoring.run_logger import RunLogger
-from training.runtime.console import Console
+from training.monitoring.run_logger import Console, RunLogger
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
 from training.runtime.train_progress import Progress
@@ -77,7 +76,11 @@ class EvaluationRun:
             f"{len(card.classes)} classes, {self._group.description}"
         )
         try:
-            self._write(self._evaluate())
+            result = evaluate_and_log(
+                self._evaluator, self._source, self._split, self._before_batch, logger,
+                (self._task.step or 0, self._task.epoch or 0),
+            )  # fmt: skip
+            self._write(result)
         except StopRequested as request:
             seconds = round(time.monotonic() - (signals.received_at() or time.monotonic()), 3)
             self._context.heartbeat.beat("end")
@@ -85,12 +88,6 @@ class EvaluationRun:
             logger.console.print(f"stopped by {request.name}: the next attempt evaluates from the first image on")
         logger.close()
         self._stop_consensus.wait()
-
-    def _evaluate(self) -> Evaluation:
-        model_after = self._task.step or 0, self._task.epoch or 0
-        return evaluate_and_log(
-            self._evaluator, self._source, self._split, self._before_batch, self.logger, model_after
-        )
 
     def _before_batch(self) -> None:
         """Exchange flags before a batch, so that a stop need not wait for the end of the evaluation."""

@@ -11,7 +11,7 @@ from training.config.dataset_layout import check_data, resolve_data
 from training.config.rules import check_device, check_validation
 from training.config.train_config import check_world, needs_compiler
 from training.data.build import load_data, move_to_device, synthetic_data
-from training.data.freed_memory import keep_freed_memory
+from training.data.loader import keep_freed_memory
 from training.engine.evaluation_run import EvaluationRun
 from training.engine.preflight import run_preflight
 from training.engine.shared_data import check_same, loader_workers, shared_file_index, user_paths

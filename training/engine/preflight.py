@@ -10,19 +10,15 @@ import os
 import platform
 import sys
 import time
-import warnings
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, distributed
-from torch.nn import functional
 
 from hpc.base.errors import BadNodeError, TorchrelayError
 from hpc.base.files import append_json_line
 from hpc.run.rundir import RunDir
-from training.runtime.busy_gpu import wait_while_busy
 from training.runtime.fault_injection import NO_FAULT, Fault
 from training.runtime.process_group import ProcessGroup, connect, disconnect
 from training.runtime.rank_device import device_name, device_of_the_node
@@ -51,17 +47,17 @@ class PreflightReport:
 def run_preflight(group: ProcessGroup, fault: Fault = NO_FAULT) -> PreflightReport:
     """Check that all devices compute correctly and that all ranks communicate. All ranks must call this.
 
-    Raises:
-        BadNodeError: this rank's device or network returned wrong results.
-        TorchrelayError: the device of another rank returned wrong results.
+    Raises BadNodeError if this rank's device or network returned wrong results, or TorchrelayError if the device of
+    another rank returned wrong results.
     """
     began = time.monotonic()
     falsify = fault.inject("preflight", 0, group.rank)
     problem = ""
-    computed = wait_while_busy(lambda: list(_computations(group.device, falsify=falsify)))
-    for what, wrong, total in computed:
+    for side, dtype, periods in _products(group.device):
+        wrong = count_wrong(group.device, side, dtype, periods, falsify=falsify)
         if wrong and not problem:
-            problem = f"{_describe_device(group)} computes wrongly: {wrong} of {total} elements of {what} are wrong"
+            elements = f"{wrong} of {side**2} elements of a matrix product"
+            problem = f"{_describe_device(group)} computes wrongly: {elements} are wrong"
     problems = {rank: text for rank, text in enumerate(group.all_gather_json(problem)) if text}
     if problem:
         raise BadNodeError(problem)
@@ -82,18 +78,6 @@ def run_preflight(group: ProcessGroup, fault: Fault = NO_FAULT) -> PreflightRepo
         allreduce_gb_per_second=bandwidth,
         seconds=round(time.monotonic() - began, 3),
     )
-
-
-def _computations(device: torch.device, *, falsify: bool) -> Iterator[tuple[str, int, int]]:
-    """Run operations that models use. Yields each one's name, number of wrong elements, and number of elements."""
-    for side, dtype, periods in _products(device):
-        yield "a matrix product", count_wrong(device, side, dtype, periods, falsify=falsify), side**2
-    if device.type == "cpu":
-        # Check no convolutions on a CPU, where the first one takes half a second.
-        return
-    dtype = _products(device)[-1][1]
-    yield "a convolution and its gradients", *wrong_in_convolution(device, dtype)
-    yield "attention and its gradient", *wrong_in_attention(device, dtype)
 
 
 def _products(device: torch.device) -> list[tuple[int, torch.dtype, tuple[int, int]]]:
@@ -127,55 +111,6 @@ def count_wrong(
     found = rows.to(device, dtype)[which_row] @ columns.to(device, dtype)[:, which_column]
     found[0, 0] += falsify
     return int((found != expected).sum())
-
-
-def wrong_in_convolution(device: torch.device, dtype: torch.dtype, *, falsify: bool = False) -> tuple[int, int]:
-    """Return how many elements of a convolution and its gradients (input, weights) are wrong, and how many there are.
-
-    All inputs are -1, 0 or 1, and no sum has more than 256 terms: so each partial sum is a whole number that bfloat16
-    holds, and the result is exact in any order. A stride of 2 rules out Winograd's algorithm, which is not exact.
-    """
-    numbers = torch.arange(4 * 16 * 16 * 16)
-    images = (numbers * 7 % 17 % 3 - 1).view(4, 16, 16, 16).float()
-    weights = (numbers[: 16 * 16 * 9] * 11 % 19 % 3 - 1).view(16, 16, 3, 3).float()
-    gradient = (numbers[: 4 * 16 * 8 * 8] * 5 % 13 % 3 - 1).view(4, 16, 8, 8).float()
-    found = _convolve(*(value.to(device, dtype) for value in (images, weights, gradient)))
-    found[0][0, 0, 0, 0] += falsify
-    expected = _convolve(images, weights, gradient)
-    return _count_different(found, [value.to(device, dtype) for value in expected])
-
-
-def _convolve(images: Tensor, weights: Tensor, gradient: Tensor) -> list[Tensor]:
-    images, weights = images.requires_grad_(), weights.requires_grad_()
-    result = functional.conv2d(images, weights, stride=2, padding=1)
-    return [result.detach().clone(), *torch.autograd.grad(result, (images, weights), gradient)]
-
-
-def wrong_in_attention(device: torch.device, dtype: torch.dtype, *, falsify: bool = False) -> tuple[int, int]:
-    """Return the numbers of wrong and of all elements of an attention and of the gradient of its values.
-
-    All keys are the same, so each query gets the mean of the values, a multiple of 1/64 that is exact in any order.
-    """
-    count = 64
-    keys = torch.ones(2, 2, count, count, device=device, dtype=dtype)
-    places = torch.arange(count, device=device)
-    # Column d has d ones.
-    values = (places[:, None] < places).to(dtype).expand(2, 2, -1, -1).clone().requires_grad_()
-    result = functional.scaled_dot_product_attention(keys, keys, values)
-    with warnings.catch_warnings():
-        # training.runtime.determinism makes torch warn that this kernel sums in any order, but these sums are exact.
-        warnings.filterwarnings("ignore", ".*non-deterministic algorithm")
-        [gradient] = torch.autograd.grad(result, values, torch.ones_like(result))
-    found = [result.detach().clone(), gradient]
-    # The kernels for older GPUs return a transposed result, which has no flat view.
-    found[0][0, 0, 0, 0] += falsify
-    means = (places / count).to(dtype).expand_as(result)
-    return _count_different(found, [means, torch.ones_like(values)])
-
-
-def _count_different(found: list[Tensor], expected: list[Tensor]) -> tuple[int, int]:
-    different = sum(int((one != other).sum()) for one, other in zip(found, expected, strict=True))
-    return different, sum(value.numel() for value in expected)
 
 
 def _all_reduce_seconds(values: Tensor, group: ProcessGroup) -> float:

@@ -9,7 +9,7 @@ from training.config.dataset_layout import DataLayout
 from training.config.train_config import TrainConfig
 from training.data.dataset import Data
 from training.data.file_index import load_or_build_index
-from training.evaluation.provenance import spec_of
+from training.evaluation.final_files import spec_of
 from training.runtime.process_group import ProcessGroup, SharedError
 from training.runtime.run_context import RunContext
 

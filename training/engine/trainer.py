@@ -40,8 +40,7 @@ from training.models.compiled_code import kept_code
 from training.models.ema import Ema
 from training.models.factory import Preprocess, make_scaler
 from training.models.parallel import allreduce_seconds, gradient_bytes, place_model
-from training.monitoring.run_logger import JsonLines, RunLogger
-from training.runtime.console import Console
+from training.monitoring.run_logger import Console, JsonLines, RunLogger
 from training.runtime.determinism import Numerics
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
@@ -256,7 +255,7 @@ class Trainer:
                 signal=signals.received(),
                 save=int(is_rank_zero and self.saver.writer.checkpoint_is_due),
                 snapshot=int(snapshot_due),
-                corrupt_images=int(self.corrupt_images.has_unshared),
+                corrupt_images=int(bool(self.corrupt_images.unshared)),
                 end=int(is_rank_zero and self.early_stopping.out_of_time),
             ),
             # A snapshot is then late by at most a quarter of its interval, and ranks agree on a stop before the end.
@@ -268,7 +267,7 @@ class Trainer:
 
     def save(self) -> None:
         """Start to write a checkpoint, unless this step has one. If the loss is not finite, none is written."""
-        if self.saver.checkpoint_is_saved:
+        if self.saver.checkpoints.is_saved(self.state.progress.step):
             return
         self.heartbeat.beat("save", self.state.progress.step)
         # Copying the state is not training time, but waiting for a slow disk is.

@@ -19,8 +19,7 @@ from training.config.train_config import TrainConfig, highest_learning_rate
 from training.data.dataset import Data, check_corrupt_limit
 from training.data.loader import ImageSource
 from training.evaluation.evaluator import Evaluation, Evaluator
-from training.evaluation.final_files import classes_csv, confusion_csv
-from training.evaluation.provenance import made_from
+from training.evaluation.final_files import classes_csv, confusion_csv, made_from
 from training.inference.model_card import make_card
 from training.models.factory import Preprocess
 from training.models.parallel import full_state_dict

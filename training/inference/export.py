@@ -59,9 +59,8 @@ def main() -> int:
 def export(options: ExportOptions) -> str:
     """Write the file, and return a description for people.
 
-    Raises:
-        UserError: an option cannot work.
-        TorchrelayError: the exporter fails, the exported model's results differ, or the file cannot be written.
+    Raises UserError if an option cannot work; or TorchrelayError if the exporter fails, the exported model's results
+    differ, or the file cannot be written.
     """
     kind = FORMATS.get(options.format)
     output = options.output.expanduser()

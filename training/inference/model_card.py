@@ -44,7 +44,7 @@ class ModelCard:
     amp: Literal["none", "bf16", "fp16"]
     """Precision of the training and of the model's test."""
     made_from: Mapping[str, Any]
-    """Flags, data and versions from `training.evaluation.provenance`."""
+    """Flags, data and versions from `training.evaluation.final_files`."""
     interpolation: Interpolation = "bilinear"
     """Interpolation with which images are scaled. Earlier versions, whose cards lack it, used bilinear."""
 

@@ -24,7 +24,7 @@ from hpc.base import program
 from hpc.base.errors import UserError
 from hpc.base.flags import Flag
 from hpc.base.text import csv_cell, file_name, visible
-from training.config.class_directories import is_ignored, is_image
+from training.config.dataset_layout import is_ignored, is_image
 from training.data.image_folder import as_rgb, decode_image, with_image
 from training.data.transforms.crop import CenterCrop
 from training.inference.classifier import find_model, load_classifier

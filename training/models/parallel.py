@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from training.config.train_config import TrainConfig
-from training.models.activations import checkpoint_activations
+from training.models.blocks import checkpoint_activations
 from training.runtime.compat import (
     BatchNorm,
     configure_compiler,
@@ -134,17 +134,14 @@ def load_full_state_dict(
     for name, value in tensors:
         if name not in own or own[name].shape != value.shape:
             raise RuntimeError(f"the model has no {name} of shape {list(value.shape)}")
-        own[name].copy_(_shard_like(own[name], value) if sharded else value)
+        if sharded:
+            from training.models.fsdp import shard_like  # noqa: PLC0415  # takes a second
+
+            value = shard_like(own[name], value)  # noqa: PLW2901
+        own[name].copy_(value)
         missing.discard(name)
     if strict and missing:
         raise RuntimeError(f"{len(missing)} tensors of the model are missing, such as {min(missing)}")
-
-
-def _shard_like(own: Tensor, value: Tensor) -> Tensor:
-    """Return this rank's shard of `value` if the model's tensor `own` is sharded, else `value`."""
-    from training.models.fsdp import shard_like  # noqa: PLC0415  # takes a second
-
-    return shard_like(own, value)
 
 
 def compile_training(model: nn.Module, cores: int, *, repeatable: bool = True) -> None:

@@ -7,6 +7,7 @@ is full, metrics wait in memory.
 import json
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 from torchrelay.checkpoint_files import publish_directory, remove_unpublished
-from torchrelay.saving.background_writer import BackgroundWriter
+from torchrelay.saving.state_writer import BackgroundWriter
 
 from hpc.base.errors import EXIT_NO_SPACE, TorchrelayError, UserError
 from hpc.base.files import (
@@ -27,15 +28,34 @@ from hpc.base.files import (
     write_atomic,
     write_json,
 )
+from hpc.base.text import visible
 from hpc.run.events.kinds import Event, Problem
 from hpc.run.events.ledger import EventWriter, attempt_prefix, check_is_newest
 from hpc.run.rundir import MODEL_WEIGHTS, RunDir
 from training.data.loader import ImageSource
-from training.runtime.console import Console
 from training.runtime.train_progress import Progress
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
+
+
+class Console:
+    """Prints lines if it is enabled; the trainer enables it on rank 0."""
+
+    def __init__(self, *, enabled: bool) -> None:
+        self._enabled = enabled
+
+    def print(self, text: str) -> None:
+        """Print a line."""
+        # The log's disk may be full, and this error must not end the training.
+        with suppress(OSError):
+            if self._enabled:
+                print(visible(text), flush=True)
+
+    def warn(self, text: str) -> None:
+        """Print a warning."""
+        self.print(f"warning: {text}")
+
 
 _RESULT = "result.json"
 

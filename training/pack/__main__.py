@@ -144,9 +144,8 @@ def list_images(src: Path, dst: Path, size: int) -> tuple[PackIndex, dict[str, n
 def pack(options: PackOptions, workers: int) -> None:
     """Pack SRC into DST, unless DST is complete already.
 
-    Raises:
-        UserError: SRC is not an image folder or has changed, DST holds something else, or the disk is too small.
-        TorchrelayError: another process packs into DST, or the disk is full.
+    Raises UserError if SRC is not an image folder or has changed, DST holds something else, or the disk is too small;
+    or TorchrelayError if another process packs into DST, or the disk is full.
     """
     src, dst = (Path(os.path.abspath(path.expanduser())) for path in (options.src, options.dst))  # noqa: PTH100
     src = find_data(src)  # an archive may have a directory around the data

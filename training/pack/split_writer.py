@@ -132,11 +132,8 @@ def pack_splits(splits: Sequence[SplitWriter], pool: ProcessPoolExecutor, worker
 def pack_chunk(file: Path, offset: int, size: int, paths: Sequence[Path], records: np.ndarray) -> np.ndarray:
     """Decode consecutive images, and write them to a file from byte `offset` on. Runs in a process of the pool.
 
-    `records` (_RECORD [n]) come from an earlier packer, and say which images to skip. Returns the new records.
-
-    Raises:
-        UserError: an image's gray levels are unknown.
-        OSError: an image cannot be read, or the disk is full.
+    `records` (_RECORD [n]) come from an earlier packer, and say which images to skip. Returns the new records. Raises
+    UserError if an image's gray levels are unknown; or OSError if an image cannot be read, or the disk is full.
     """
     image_bytes = CHANNELS * size**2
     with file.open("r+b", buffering=0) as pixels:

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 
 import torch
 from torch import Tensor, distributed
@@ -19,7 +18,6 @@ from torchrelay.saving.tensor_files import dtype_named
 
 from hpc.base.errors import UserError
 from hpc.base.kernel import resident_memory_bytes
-from training.runtime.busy_gpu import occupy, wait_while_busy
 from training.runtime.cpu_affinity import bind_to_cores
 from training.runtime.rank_device import device_of_the_node, find_device
 from training.runtime.run_context import RankInfo
@@ -78,16 +76,15 @@ class ProcessGroup(RankGroup):
         distributed.all_reduce(total)
         return total
 
-    def broadcast_tensors(self, tensors: Mapping[str, Tensor], source: int = 0) -> Iterator[tuple[str, Tensor]]:
-        """Yield rank `source`'s names and tensors. The `tensors` of other ranks are ignored.
+    def broadcast_tensors(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield rank 0's names and tensors. The `tensors` of other ranks are ignored.
 
         All ranks must iterate to the end. A tensor keeps up to 64 MB of others in memory: to keep a tensor, copy it.
         """
-        is_source = self.rank == source
         described = {name: (str(value.dtype), list(value.shape)) for name, value in tensors.items()}
-        text = self.broadcast_bytes(json.dumps(described).encode() if is_source else None, source)
+        text = self.broadcast_bytes(json.dumps(described).encode())
         shapes = {name: (dtype_named(kind), tuple(shape)) for name, (kind, shape) in json.loads(text).items()}
-        yield from self.broadcast_each(shapes, tensors.__getitem__, source)
+        yield from self.broadcast_each(shapes, tensors.__getitem__, 0)
 
     def new_group(self) -> "ProcessGroup":
         """Return a copy with a control group of its own, for another thread. All ranks must call this."""
@@ -133,7 +130,7 @@ def connect(rank_info: RankInfo, *, watched: bool = False) -> ProcessGroup:
     device = find_device(rank_info, store)
     gpu = device if device.type == "cuda" else None
     if gpu:
-        wait_while_busy(partial(occupy, gpu))
+        torch.cuda.set_device(gpu)
     # Bind before gloo and NCCL start their threads.
     cores = bind_to_cores(device, rank_info).per_rank
     distributed.init_process_group(

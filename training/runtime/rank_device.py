@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]  # exported, but not in __all__
+from torchrelay.saving.state_writer import DeviceCopy
 
 from hpc.base.errors import BadNodeError, TorchrelayError, UserError
 from hpc.run.causes import is_device_failure
@@ -55,26 +56,21 @@ def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
         return platform.machine()
 
 
-def _event() -> torch.cuda.Event:
-    """Return an event for which threads wait asleep. By default, a waiting thread keeps a core of the training busy."""
-    return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-
-
 class HostValues:
     """Copies a tensor, float [n], from the device to the host in the background."""
 
     def __init__(self, values: Tensor) -> None:
         self._values = values
-        self._copied = None
+        self._copied: DeviceCopy | None = None
         if values.is_cuda:
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._values.copy_(values, non_blocking=True)
-            self._copied = torch.cuda.current_stream(values.device).record_event(_event())
+            self._copied = DeviceCopy(torch.cuda.current_stream(values.device))
 
     def read(self) -> list[float]:
         """Wait for the copy, not for later work of the device, and return the values. Any thread may call this."""
         if self._copied:
-            self._copied.synchronize()
+            self._copied.wait()
         values: list[float] = self._values.tolist()
         return values
 

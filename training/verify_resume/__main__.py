@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -31,7 +31,7 @@ from training.config.train_config import TrainConfig, check_world
 from training.runtime.counter_rng import Purpose, derive_key, rand_int
 from training.runtime.determinism import describe_numerics
 from training.runtime.fault_injection import NO_FAULT, POINTS, Fault
-from training.verify_resume.compare import ComparedPart, compare_runs, compare_samples_and_losses
+from training.verify_resume.compare import ComparedPart, compare_runs
 from training.verify_resume.local_launch import prepare_server, start_ranks, wait_for_ranks
 
 _CUTS = {
@@ -48,14 +48,13 @@ _GRACE_SECONDS = 10
 class VerifyOptions(TrainFlags):
     """Train once without interruption, once interrupted at random steps and resumed, and compare the two bit by bit.
 
-    With several numbers of ranks, such as 4,3,2, each attempt uses the next number; then the samples and the losses of
-    all steps are compared. Exit codes: 0 the trainings are equal, 1 they differ or one failed, 2 your mistake.
+    Exit codes: 0 the trainings are equal, 1 they differ or one failed, 2 your mistake.
     """
 
     cuts: int = 3
     """Interruptions of the second training."""
-    ranks: str = "2"
-    """Number of ranks, or several numbers for the attempts in turn: 4,3,2."""
+    ranks: int = 2
+    """Number of ranks."""
     keep: Path | None = None
     """New directory that keeps both trainings' files; without it they are deleted, unless the trainings differ."""
 
@@ -65,15 +64,10 @@ def main() -> int:
     # Exit at SIGTERM, so that the ranks are ended, too.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     options = parse_flags(VerifyOptions, sys.argv[1:], program.called("training.verify_resume"))
-    try:
-        sizes = [int(part) for part in options.ranks.split(",")]
-    except ValueError:
-        sizes = []
-    if not sizes or min(sizes) < 1:
-        raise UserError(f"--ranks is {options.ranks!r}: use a number such as 2, or several such as 4,3,2")
-    if options.cuts < 1:
-        raise UserError(f"--cuts is {options.cuts}: use 1 or more")
-    check_world(options.train, max(sizes))
+    for name, value in (("ranks", options.ranks), ("cuts", options.cuts)):
+        if value < 1:
+            raise UserError(f"--{name} is {value}: use 1 or more")
+    check_world(options.train, options.ranks)
     if not options.train.synthetic:
         check_data(resolve_data(options.train.data))
     keep = options.keep
@@ -84,7 +78,7 @@ def main() -> int:
         reason = "exists" if isinstance(error, FileExistsError) else f"cannot be made ({error.strerror})"
         raise UserError(f"--keep is {keep}, which {reason}: give a new directory") from error
     directory = keep.absolute() if keep else Path(tempfile.mkdtemp(prefix="verify-resume-"))
-    same = verify(options.train, sizes, options.cuts, directory)
+    same = verify(options.train, options.ranks, options.cuts, directory)
     if same and keep is None:
         shutil.rmtree(directory)
     else:
@@ -92,48 +86,42 @@ def main() -> int:
     return 0 if same else 1
 
 
-def verify(config: TrainConfig, sizes: list[int], cuts: int, directory: Path) -> bool:
+def verify(config: TrainConfig, ranks: int, cuts: int, directory: Path) -> bool:
     """Train twice, and return whether the trainings are equal. Raises TorchrelayError if one failed."""
     prepare_server()
-    same_size = len(set(sizes)) == 1
-    config = replace(config, log_samples=config.log_samples or not same_size)
     whole, cut = (RunDir(directory / name) for name in ("uninterrupted", "interrupted"))
     console = Console(soft_wrap=True, highlight=False)
-    console.print(f"training 1 of 2: uninterrupted, {sizes[0]} rank{'' if sizes[0] == 1 else 's'}")
-    run_attempt(config, whole, 1, sizes[0], NO_FAULT)
+    console.print(f"training 1 of 2: uninterrupted, {ranks} rank{'' if ranks == 1 else 's'}")
+    run_attempt(config, whole, 1, ranks, NO_FAULT)
     steps = History.load(whole).of(TrainStarted)[0].total_steps or 0
     console.print(f"training 2 of 2: {cuts} cuts in {steps} steps")
     # Without validation, the only evaluation is the test after the last step.
     validated = any(record["split"] == "val" for record in read_json_lines(whole.eval_metrics))
     points = [point for point in POINTS if validated or point != "evaluate"]
-    for attempt, fault in enumerate(draw_faults(config, sizes, cuts, steps, points), start=1):
-        size = sizes[(attempt - 1) % len(sizes)]
+    for attempt, fault in enumerate(draw_faults(config, ranks, cuts, steps, points), start=1):
         began = time.monotonic()
-        if run_attempt(config, cut, attempt, size, fault):
+        if run_attempt(config, cut, attempt, ranks, fault):
             break
-        what = f"rank {fault.rank} of {size}, {_CUTS[fault.point]} {fault.step}"
+        what = f"rank {fault.rank} of {ranks}, {_CUTS[fault.point]} {fault.step}"
         console.print(f"cut {attempt} of {cuts}: {what}; attempt of {time.monotonic() - began:.0f} s")
     if not cut.final_result.exists():
-        run_attempt(config, cut, cuts + 1, sizes[cuts % len(sizes)], NO_FAULT)
-    parts = compare_runs(whole, cut) if same_size else compare_samples_and_losses(whole, cut)
+        run_attempt(config, cut, cuts + 1, ranks, NO_FAULT)
+    parts = compare_runs(whole, cut)
     done = len(History.load(cut).of(TrainStarted)) - 1
     if done < cuts:
         missing = f"only {done} were possible: use more --epochs or fewer --cuts"
         parts.append(ComparedPart(name="cuts", compared=f"{cuts} cuts", difference=missing))
-    verdict = "bit-identical" if same_size else "the same samples"
     values = json.loads((list_checkpoints(cut.checkpoints)[0] / STATE_VALUES).read_bytes())
     holds_for = f"{describe_numerics(values['objects']['numerics'])}, on one node"
-    return report(parts, console, f"{verdict} at step {steps}, after {done} of {cuts} cuts: {holds_for}")
+    return report(parts, console, f"bit-identical at step {steps}, after {done} of {cuts} cuts: {holds_for}")
 
 
-def draw_faults(
-    config: TrainConfig, sizes: list[int], cuts: int, steps: int, points: Sequence[str] = POINTS
-) -> list[Fault]:
+def draw_faults(config: TrainConfig, ranks: int, cuts: int, steps: int, points: Sequence[str] = POINTS) -> list[Fault]:
     """Return the cuts in the order in which they happen: random steps and ranks from the seed, and kinds in turn."""
     key = derive_key(config.seed, Purpose.CUT)
     # A stop before the last step has no effect, since the training ends.
     at = (rand_int(key, torch.arange(cuts), max(1, steps - 2)) + 1).tolist()
-    ranks = rand_int(key, torch.arange(cuts) + cuts, 2**20).tolist()
+    of_rank = rand_int(key, torch.arange(cuts) + cuts, ranks).tolist()
     kinds = [points[number % len(points)] for number in range(cuts)]
     steps_per_epoch = steps // config.epochs
     # The step of each cut; an evaluation is at the end of its epoch.
@@ -144,8 +132,8 @@ def draw_faults(
     order = sorted(range(cuts), key=lambda number: (happens[number], kinds[number] == "evaluate"))
     return [
         # Only rank 0 saves.
-        Fault(point=kinds[n], step=at[n], rank=0 if kinds[n] == "save" else ranks[n] % sizes[attempt % len(sizes)])
-        for attempt, n in enumerate(order)
+        Fault(point=kinds[n], step=at[n], rank=0 if kinds[n] == "save" else of_rank[n])
+        for n in order
     ]
 
 

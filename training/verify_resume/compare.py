@@ -20,8 +20,6 @@ OF_THE_ATTEMPT = {"time", "attempt", "images_per_second", "train_seconds", "spen
 OF_THE_ATTEMPT |= {"data_wait_share", "memory_bytes", "allreduce_seconds", "allreduce_wait_share"}
 # The object of a state that describes the ranks which computed it. On other nodes, the same steps have other ranks.
 _NUMERICS = "numerics"
-# Largest relative difference of losses that the order of float32 sums can cause in a training.
-_LOSS_TOLERANCE = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +30,6 @@ class ComparedPart:
     compared: str
     difference: str
     """Description of the first difference; empty if the parts are equal."""
-
-
-# --- the same number of ranks: every bit ---
 
 
 def compare_runs(one: RunDir, other: RunDir) -> list[ComparedPart]:
@@ -130,36 +125,3 @@ def _first_difference(path: str, one: Any, other: Any) -> str:
 
 def _both(one: object, other: object) -> str:
     return f"{one} uninterrupted, {other} interrupted"
-
-
-# --- another number of ranks: the same samples, and losses within rounding ---
-
-
-def compare_samples_and_losses(one: RunDir, other: RunDir) -> list[ComparedPart]:
-    """Compare the samples of all steps and the losses of two trainings with different numbers of ranks."""
-    samples = [samples_by_step(run) for run in (one, other)]
-    wrong = next((step for step in samples[0] if samples[0][step] != samples[1].get(step)), None)
-    difference = "" if wrong is None else f"step {wrong} has other samples"
-    parts = [ComparedPart(name="samples", compared=f"{len(samples[0])} steps", difference=difference)]
-    losses, others = (list(read_json_lines(run.train_metrics)) for run in (one, other))
-    if len(losses) != len(others):
-        difference = f"losses: {_both(len(losses), len(others))}"
-        return [*parts, ComparedPart(name="losses", compared=f"{len(losses)} losses", difference=difference)]
-    relative = {
-        a["step"]: abs(a["loss"] - b["loss"]) / abs(a["loss"] or 1) for a, b in zip(losses, others, strict=True)
-    }
-    compared = f"{len(relative)} losses, which differ by up to {max(relative.values()):.2g} of their value"
-    first = next((step for step, value in relative.items() if value > _LOSS_TOLERANCE), None)
-    difference = f"more than {_LOSS_TOLERANCE:.0%} from step {first} on: rounding grows, a smaller --lr reduces it"
-    return [*parts, ComparedPart(name="losses", compared=compared, difference="" if first is None else difference)]
-
-
-def samples_by_step(run: RunDir) -> dict[int, list[int]]:
-    """Return for each step the images that the last attempt at this step used, in the order of the ranks."""
-    latest: dict[int, tuple[str, list[int]]] = {}
-    for path in sorted(run.sample_log(0, 0).parent.glob("*.jsonl")):
-        attempt = path.name.partition("-rank-")[0]
-        for line in read_json_lines(path):
-            latest_attempt, indices = latest.get(line["step"], ("", []))
-            latest[line["step"]] = (attempt, (indices if latest_attempt == attempt else []) + line["indices"])
-    return {step: indices for step, (_, indices) in sorted(latest.items())}

@@ -19,7 +19,6 @@ _MIN_LOCKED_BYTES = 10**9
 # A speed below this part of the median is slow. GPUs of one kind differ by a few percent. CPUs, disks and networks
 # differ more.
 _SLOW_GPU, _SLOW = 0.9, 0.5
-_MAX_CLOCK_SECONDS = 1.0
 # Prefixes of virtual interfaces, which do not lead to other nodes. By default, NCCL skips `lo` and `docker` interfaces.
 _VIRTUAL = ("lo", "docker", "virbr", "veth", "br-", "cni", "podman", "flannel", "cali")
 
@@ -140,20 +139,6 @@ def _preflight(node: NodeInfo) -> Finding | None:
     return ok(value, number=node.all_reduce_gb_per_second)
 
 
-def _clock(node: NodeInfo) -> Finding | None:
-    if node.clock_seconds is None:
-        return None
-    value, number = "differs from the first node's by {number} s", abs(node.clock_seconds)
-    if number <= _MAX_CLOCK_SECONDS:
-        return ok(value, number=number)
-    return note(
-        value,
-        "the times in the logs of different nodes cannot be compared",
-        "ask the administrators to synchronize the clocks",
-        number=number,
-    )
-
-
 def _locked_memory(node: NodeInfo) -> Finding:
     limit = node.locked_bytes
     if limit is None:
@@ -178,7 +163,6 @@ OF_NODE: Mapping[str, Check[NodeInfo]] = {
     "Slurm's commands": _slurm_commands,
     "network interface": _interfaces,
     "preflight": _preflight,
-    "clock": _clock,
 }
 
 SPEEDS = {

@@ -102,21 +102,6 @@ def _preempt_mode(site: ClusterFacts) -> Finding | None:
     return ok(value)
 
 
-def _user_signal(site: ClusterFacts) -> Finding | None:
-    given = site.cluster.config.get("SlurmctldParameters")
-    if given is None:
-        return None
-    if "preempt_send_user_signal" in given:
-        return ok("preempt_send_user_signal is set")
-    if may_be_preempted(site.cluster) is False:
-        return ok("not set; jobs of this partition are not preempted")
-    return note(
-        "preempt_send_user_signal is not set",
-        "a preemption sends only SIGTERM: your own script loses work if it saves only on SIGUSR2",
-        "save on SIGTERM too, or ask the administrators for SlurmctldParameters=preempt_send_user_signal",
-    )
-
-
 def _kill_wait(site: ClusterFacts) -> Finding | None:
     given = leading_number(site.cluster.config, "KillWait")
     if given is None:
@@ -167,16 +152,6 @@ def _requeue_delay(site: ClusterFacts) -> Finding | None:
         "use --continue-with requeue and hpc supervise to keep the job; or ask the administrators for "
         "SlurmctldParameters=enable_expedited_requeue, or for SchedulerParameters=requeue_delay=5 (before Slurm 25.11: "
         "AuthInfo=cred_expire=15), in slurm.conf",
-    )
-
-
-def _accounting(site: ClusterFacts) -> Finding:
-    if not site.cluster.sacct_error:
-        return ok("sacct answers")
-    return note(
-        site.cluster.sacct_error,
-        "runs do not need sacct; but the final state of a job that Slurm has forgotten (MinJobAge) stays unknown",
-        "ask the administrators for AccountingStorageType=accounting_storage/slurmdbd, if you need it",
     )
 
 
@@ -244,11 +219,9 @@ def _oversubscription(site: ClusterFacts) -> Finding | None:
 OF_SLURM: Mapping[str, Check[ClusterFacts]] = {
     "preemption": _preemption,
     "PreemptMode": _preempt_mode,
-    "preempt_send_user_signal": _user_signal,
     "KillWait": _kill_wait,
     "SlurmdTimeout": _slurmd_timeout,
     "requeue delay": _requeue_delay,
-    "accounting": _accounting,
     "AllocNodes": _submits_from_nodes,
     "MaxSubmitJobs": _max_submit_jobs,
     "private /tmp": _private_tmp,

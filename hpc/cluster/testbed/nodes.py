@@ -69,9 +69,8 @@ def processes(path: Path) -> list[int]:
 def kill_all(path: Path) -> None:
     """Send SIGKILL to every process in a pinned namespace until none is left.
 
-    Raises:
-        UserError: this process itself is in the namespace.
-        TorchrelayError: some processes did not end within 20 s.
+    Raises UserError if this process itself is in the namespace, or TorchrelayError if some processes did not end within
+    20 s.
     """
     if os.getpid() in processes(path):
         raise UserError(f"this shell is inside the testbed ({path.name}): type the command outside of its nodes")

@@ -17,16 +17,10 @@ from hpc.cluster.testbed.layout import SLURM_CONF
 # every job of the testbed.
 _CLEAN_ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
 
-_BINARIES_OF_PACKAGE = {
-    "slurm-wlm": ("slurmctld", "slurmd", "scontrol", "sinfo"),
-    "munge": ("munged", "munge"),
-    "iproute2": ("ip",),
-    "util-linux": ("unshare", "nsenter", "setsid"),
-}
-_ACCOUNTING_BINARIES_OF_PACKAGE = {
-    "slurmdbd": ("slurmdbd",),
-    "mariadb-server": ("mariadbd", "mariadb-install-db", "mariadb-admin"),
-}
+_BINARIES = ("slurmctld", "slurmd", "scontrol", "sinfo", "munged", "munge", "ip", "unshare", "nsenter", "setsid")
+_PACKAGES = "slurm-wlm munge iproute2 util-linux"
+_ACCOUNTING_BINARIES = ("slurmdbd", "mariadbd", "mariadb-install-db", "mariadb-admin")
+_ACCOUNTING_PACKAGES = "slurmdbd mariadb-server"
 
 
 def require_root() -> None:
@@ -36,13 +30,14 @@ def require_root() -> None:
 
 
 def require_packages(*, accounting: bool) -> None:
-    """Raise UserError if packages are missing; the message has the command that installs them."""
-    packages = _BINARIES_OF_PACKAGE | (_ACCOUNTING_BINARIES_OF_PACKAGE if accounting else {})
-    path = _CLEAN_ENVIRONMENT["PATH"]
-    missing = [name for name, binaries in packages.items() if not all(shutil.which(b, path=path) for b in binaries)]
+    """Raise UserError if programs are missing; the message has the command that installs them."""
+    binaries = _BINARIES + (_ACCOUNTING_BINARIES if accounting else ())
+    missing = [name for name in binaries if not shutil.which(name, path=_CLEAN_ENVIRONMENT["PATH"])]
     if missing:
-        names = " ".join(missing)
-        raise UserError(f"the testbed needs packages that are not installed: {names}; type: apt-get install -y {names}")
+        packages = f"{_PACKAGES} {_ACCOUNTING_PACKAGES}" if accounting else _PACKAGES
+        raise UserError(
+            f"the testbed needs programs that are missing: {' '.join(missing)}; type: apt-get install -y {packages}"
+        )
 
 
 def run(*command: str | Path, timeout_seconds: float = 30) -> str:
@@ -61,9 +56,7 @@ def start(*command: str | Path, log: Path, **environment: str) -> None:
     """Start a program that becomes a daemon, by itself or with `setsid --fork`, and wait until it has become one.
 
     Its output goes to the log, and its input is empty, so that a caller's pipe does not stay open until daemons end.
-
-    Raises:
-        TorchrelayError: the program failed to start; the message has the last line of the log.
+    Raises TorchrelayError if the program failed to start; the message has the last line of the log.
     """
     with log.open("ab") as output:
         own = {"cwd": "/", "umask": 0o022, "start_new_session": True}

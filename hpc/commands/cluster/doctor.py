@@ -40,7 +40,7 @@ _PIPE_WIDTH, _WHERE_WIDTH = 120, 24
 _COLUMNS = {
     "computing": "TFLOP/s", "network": "network\nGB/s",
     "writes to the runs directory": "runs dir\nGB/s", "writes to the stage directory": "stage dir\nGB/s",
-    "stage directory": "stage dir\nGB free", str(DEV_SHM): f"{DEV_SHM}\nGB free", "clock": "clock\ns off",
+    "stage directory": "stage dir\nGB free", str(DEV_SHM): f"{DEV_SHM}\nGB free",
 }  # fmt: skip
 
 

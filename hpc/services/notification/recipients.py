@@ -66,8 +66,7 @@ def with_known_names(notification: Notification) -> Notification:
 def choose_recipients(names: Iterable[str]) -> dict[str, str]:
     """Return each named recipient's service, such as Slack, by the recipient's name. `all` means all recipients.
 
-    Raises:
-        UserError: the file is wrong (`read_recipients`), it lacks a name, or apprise does not support an address.
+    Raises UserError if the file is wrong (`read_recipients`), it lacks a name, or apprise does not support an address.
     """
     names = list(names)
     known = read_recipients() if names else {}

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from support.staging_nodes import contents, stage
 
 from hpc.base.errors import TorchrelayError, UserError
 from jobs.staging.coordination import StagingGroup, StagingPlan
-from jobs.staging.copy_progress import CopyProgress, StagingStopped, Watch
+from jobs.staging.copy_progress import CancellableWait, CopyProgress, StagingStopped, Watch
 from jobs.staging.stager import Staged, Stager
 from jobs.staging.store import CacheStore, open_store, write_manifest
 
@@ -94,7 +95,7 @@ def test_process_that_stalls_with_the_copy_is_not_waited_for(
     """Also if its last heartbeat is in the future: the clock was set back."""
     monkeypatch.setattr("jobs.staging.store._STALLED_SECONDS", 0.2)
     entry = store.entry(stage(source, local).path.parent.name)
-    with entry.locked_for_copy(pytest.fail):
+    with ExitStack() as in_use, entry.locked(CancellableWait(lambda _: False), in_use):
         os.utime(store.locks / f"{entry.name}.copy", (heartbeat, heartbeat))
         staged = stage(source, local)
     assert staged.path == source

@@ -22,6 +22,7 @@ from torchrelay.saving.objects import capture
 
 from hpc.run.rundir import RunDir
 from training.checkpoint.saver import Saver
+from training.checkpoint.state import _ScalerState
 from training.config.train_config import TrainConfig
 from training.engine.launch import make_trainer
 from training.engine.trainer import Trainer
@@ -215,3 +216,10 @@ def test_the_thread_that_writes_uses_the_gpu_of_its_rank(
     saver.save(durable=True)
     saver.writer.wait()
     assert chosen == [("writer_0", second.device)]
+
+
+def test_the_loss_scale_is_saved_again_as_it_was_restored_before_the_next_step() -> None:
+    saved = {"scale": torch.tensor(8.0), "growth_tracker": torch.tensor(36, dtype=torch.int32)}
+    scaler = _ScalerState(GradScaler("cpu"))
+    scaler.load_state_dict(saved)
+    assert scaler.state_dict() == saved

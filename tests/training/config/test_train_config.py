@@ -19,8 +19,7 @@ from training.config.classifier_flags import ClassifierFlags
 from training.config.command_line import is_from_agent, rank_options
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.model_names import models_of
-from training.config.rules import without_effect
-from training.config.save_interval import Interval, parse_interval
+from training.config.rules import Interval, parse_interval, without_effect
 from training.config.train_config import TrainConfig
 
 

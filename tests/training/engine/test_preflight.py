@@ -5,7 +5,6 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -14,21 +13,17 @@ import pytest
 import torch
 from support.events import assert_typed
 from support.trainings import Starter, events
-from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported, but not in __all__
-from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hpc.base.errors import EXIT_BAD_NODE, BadNodeError, TorchrelayError, UserError
 from hpc.run.rundir import RunDir
 from training.engine import preflight
-from training.engine.preflight import count_wrong, run_preflight, wrong_in_attention, wrong_in_convolution
+from training.engine.preflight import count_wrong, run_preflight
 from training.runtime.fault_injection import parse_fault
 from training.runtime.process_group import ProcessGroup
 from training.runtime.rank_device import choose_device, device_of_the_node, find_device
 from training.runtime.run_context import RankInfo
 
-Count = Callable[..., tuple[int, int]]
 SHORT = ("--epochs=1", "--batch-size=64")
 
 
@@ -49,29 +44,6 @@ def test_a_device_that_computes_wrongly_is_found(group: ProcessGroup) -> None:
     with pytest.raises(BadNodeError, match=message) as raised:
         run_preflight(group, parse_fault("preflight@0:0"))
     assert raised.value.exit_code == EXIT_BAD_NODE
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("count", [wrong_in_convolution, wrong_in_attention])
-def test_one_wrong_element_of_what_a_model_computes_is_found(count: Count, dtype: torch.dtype) -> None:
-    # Where ATEN_CPU_CAPABILITY switches AVX-512 off, torch's fused attention for bfloat16 ends with an error.
-    with sdpa_kernel(SDPBackend.MATH):
-        wrong, total = count(torch.device("cpu"), dtype)
-        assert wrong == 0
-        assert total > 10_000
-        assert count(torch.device("cpu"), dtype, falsify=True) == (1, total)
-
-
-def test_attention_whose_result_is_transposed_in_memory_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel for GPUs without flash attention returns such a result."""
-    attention = functional.scaled_dot_product_attention
-
-    def transposed(*tensors: Tensor) -> Tensor:
-        return attention(*tensors).transpose(1, 2).contiguous().transpose(1, 2)
-
-    monkeypatch.setattr(functional, "scaled_dot_product_attention", transposed)
-    wrong = [wrong_in_attention(torch.device("cpu"), torch.float32, falsify=falsify)[0] for falsify in (False, True)]
-    assert wrong == [0, 1]
 
 
 @pytest.mark.parametrize(

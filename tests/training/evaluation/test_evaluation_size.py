@@ -29,8 +29,7 @@ from training.engine.evaluation_run import fitting, open_data
 from training.evaluation.evaluated_model import EvaluatedModel
 from training.inference.model_card import ModelCard, read_card
 from training.inference.predict import PredictOptions, predict
-from training.models.factory import build_model
-from training.models.small_models import SmallResNet
+from training.models.factory import SmallResNet, build_model
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
 

@@ -48,11 +48,6 @@ class Augmentation:
     """torchvision's color jitter and policy for one image (uint8 [C, H, W]) on the CPU; None for neither."""
     erasing: RandomErasing | None = None
 
-    @property
-    def needs_cpu(self) -> bool:
-        """Whether a part of the augmentation takes so long on the CPU, image by image, that loader workers pay off."""
-        return self.resizes or self.policy is not None
-
     def crop(self, epoch: int, index: int, size: tuple[int, int]) -> Crop:
         """Return the crop of the sample with this number in `BatchRequest`, to be resized to `size`."""
         key = derive_key(self.seed, Purpose.AUGMENTATION, epoch)

@@ -153,8 +153,9 @@ def save_checkpoint(
 
     def write(temporary: Path) -> None:
         files = write_files(temporary) or {}
-        files |= {file.name: describe_file(file) for file in sorted(temporary.iterdir()) if file.name not in files}
-        _write_manifest(temporary, step, files)
+        others = (file for file in sorted(temporary.iterdir()) if file.name not in {*files, _MANIFEST})
+        files |= {file.name: describe_file(file) for file in others}
+        (temporary / _MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=2))
 
     directory.mkdir(exist_ok=True)
     path = checkpoint_path(directory, step)
@@ -167,27 +168,17 @@ def save_checkpoint(
     return path
 
 
-def _write_manifest(directory: Path, step: int, files: dict[str, Any]) -> None:
-    (directory / _MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=2))
-
-
 def save_snapshot(directory: Path, step: int, write_files: WriteFiles, *, reused: Path | None = None) -> None:
-    """Write a snapshot that only its owner may read, and keep the newest two. `reused` is as for `publish_directory`.
+    """Write a snapshot that only its owner may read, and keep the newest two. Raises OSError as `save_checkpoint`."""
 
-    Raises:
-        OSError: the snapshot could not be written. All older ones are kept.
-    """
-
-    def write(temporary: Path) -> None:
+    def write(temporary: Path) -> dict[str, Any]:
         write_files(temporary)
         # Hashing would take longer than writing, and no crash tears a file that the memory of a live node holds.
-        names = {file.name for file in temporary.iterdir()} - {_MANIFEST}
-        _write_manifest(temporary, step, {name: describe_file(temporary / name, hashed=False) for name in names})
+        files = (file for file in temporary.iterdir() if file.name != _MANIFEST)
+        return {file.name: describe_file(file, hashed=False) for file in files}
 
     make_private(directory)
-    publish_directory(checkpoint_path(directory, step), write, 0o700, reused=reused)
-    for outdated in list_checkpoints(directory)[KEPT_SNAPSHOTS:]:
-        remove_published(outdated)
+    save_checkpoint(directory, step, write, KEPT_SNAPSHOTS, reused=reused)
 
 
 def make_private(directory: Path) -> None:
@@ -231,8 +222,6 @@ def find_damage(path: Path, first: int = 0, stride: int = 1) -> str:
                 return f"{name} is not as it was written"
     except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"it does not match its manifest: {error!r}"
-    except OSError as error:
-        raise OSError(f"{path} cannot be read ({error}): start the run again when it can") from error
     return ""
 
 

@@ -96,10 +96,8 @@ class LoopPosition:
 
         If the loader is no saved object, the used batches are loaded and skipped, and `skipped` is called for each.
         After a restore, loading starts with the random states of the earlier attempt. So a loader repeats its order,
-        and its workers repeat their random transforms. The training then continues with its own random states.
-
-        Raises:
-            ValueError: a saved object is a part of the loader.
+        and its workers repeat their random transforms. The training then continues with its own random states. Raises
+        ValueError if a saved object is a part of the loader.
         """
         here = random_states()
         now = (self._now or here) if self._to_skip else None

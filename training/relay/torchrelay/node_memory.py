@@ -23,8 +23,7 @@ def available_memory_bytes() -> int:
 def lacking_space(directory: Path, size_bytes: int) -> str:
     """Return why a node's memory cannot take this much more in a directory; an empty text if it can.
 
-    Raises:
-        OSError: the directory cannot be read.
+    Raises OSError if the directory cannot be read.
     """
     disk = os.statvfs(directory)
     free = disk.f_bavail * disk.f_frsize

@@ -68,10 +68,8 @@ class StopConsensus:
         """Send this rank's flags, and return the flags that all ranks agreed on at the previous exchange.
 
         Every rank must call this: at each step boundary where `is_due` returned True, and before each batch of an
-        evaluation. On rank 0, `max_interval` limits the boundaries from the next exchange to the one after it.
-
-        Raises:
-            StopRequested: a rank received a signal.
+        evaluation. On rank 0, `max_interval` limits the boundaries from the next exchange to the one after it. Raises
+        StopRequested if a rank received a signal.
         """
         agreed = flags if self._group is None else self.wait()
         if agreed.signal:

@@ -81,8 +81,7 @@ class OtherVersionError(RuntimeError):
 def check_version() -> None:
     """Check that the agent that started this rank, if any, has the same contract.
 
-    Raises:
-        OtherVersionError: it has another one, because the script has a copy of this package from another version.
+    Raises OtherVersionError if it has another one, because the script has a copy of this package from another version.
     """
     protocol, folder = THIS_RANK.protocol, Path(__file__).parent
     if protocol is None and THIS_RANK.attempt:
@@ -101,9 +100,7 @@ def check_version() -> None:
 def check_no_later_attempt() -> None:
     """Check that no later attempt has begun, as can happen if Slurm failed to end this node's processes.
 
-    Raises:
-        RuntimeError: a later attempt has begun.
-        OSError: the run directory cannot be read.
+    Raises RuntimeError if a later attempt has begun, or OSError if the run directory cannot be read.
     """
     attempt, claim = THIS_RANK.attempt, THIS_RANK.next_claim
     if claim is None:

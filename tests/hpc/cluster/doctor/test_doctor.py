@@ -27,7 +27,6 @@ from hpc.slurm.client import TESTBED_DIRECTORY
 ANSWERS = {
     "scontrol": ('case "$*" in\n*partition) cat partitions;;\n*config) cat config;;\n*) exit 1;;\nesac\n'),
     "sbatch": "exit 1\n",
-    "sacct": 'echo "Slurm accounting storage is disabled" >&2; exit 1\n',
 }
 SILENT = "echo 'slurm_load_partitions error: Unable to contact slurm controller (connect failure)' >&2; exit 1\n"
 
@@ -74,7 +73,6 @@ def test_recorded_cluster(tmp_path: Path, recorded: Path) -> None:
     assert done.returncode == 1, done.stderr
     assert found["preemption"]["severity"] == "cost"
     assert "save of run r took 12.0 s" in found["preemption"]["value"]
-    assert found["accounting"]["value"] == "Slurm accounting storage is disabled"
     assert found["SlurmdTimeout"]["severity"] == "note"
 
 
@@ -147,7 +145,7 @@ def test_nodes_of_the_testbed_are_measured_and_the_slow_one_is_named(ordinary_us
     severities = dict[str, dict[str, str]]()
     for finding in found:
         severities.setdefault(finding["check"], {})[finding["where"].partition(" ")[0]] = finding["severity"]
-    for check in ("Slurm's commands", "network interface", "clock"):
+    for check in ("Slurm's commands", "network interface"):
         assert severities[check] == dict.fromkeys(nodes, "ok"), found
     assert severities["stage directory"] == dict.fromkeys(nodes, "note"), "a node of the testbed has its /tmp in memory"
     assert severities["runs directory"] == {"login": "ok", **dict.fromkeys(nodes, "ok")}, "the nodes have seen it"

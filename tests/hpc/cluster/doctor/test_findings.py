@@ -82,7 +82,6 @@ NOT_PREEMPTED = {"PreemptMode": "OFF"}
 GANG = {"PreemptMode": "GANG,SUSPEND", "SchedulerTimeSlice": "30 sec"}
 TEXTS = {
     "qos": {"PreemptType": "preempt/qos"},
-    "signal": {"SlurmctldParameters": "idle_on_node_suspend,preempt_send_user_signal"},
     "wait 60": {"KillWait": "60 sec"},
     "expire": {"AuthInfo": "socket=/x,cred_expire=600"},
     "own delay": {"AuthInfo": "cred_expire=600", "SchedulerParameters": "bf_interval=5,requeue_delay=5"},
@@ -103,8 +102,6 @@ TEXTS = {
         ("PreemptMode", {}, {}, None, "ok", ["PreemptMode=REQUEUE"]),
         ("PreemptMode", {}, {"PreemptMode": "CANCEL"}, None, "note", ["partition gpu", "hpc supervise"]),
         ("PreemptMode", {}, {"PreemptMode": "GANG,SUSPEND"}, None, "note", ["stands still", "says suspended"]),
-        ("preempt_send_user_signal", {}, {}, None, "note", ["SIGTERM", "SlurmctldParameters="]),
-        ("preempt_send_user_signal", TEXTS["signal"], {}, None, "ok", []),
         ("KillWait", {}, {}, None, "note", ["KillWait=15 s", "KillWait=30 in slurm.conf"]),
         ("KillWait", TEXTS["wait 60"], {}, 17.0, "note", ["20 s to save", "shorter --checkpoint-every"]),
         ("SlurmdTimeout", {}, {}, None, "note", ["after 300 s", "after 5 s", "one node", "SlurmdTimeout=60"]),
@@ -146,12 +143,7 @@ def test_newer_name_of_a_setting_is_known() -> None:
 
 def test_what_is_not_reported_is_not_judged() -> None:
     found = judge(OF_SLURM, ClusterFacts(cluster=ClusterConfig(config={}, partition={})), "cluster")
-    assert {finding.check for finding in found if finding.severity is not Severity.UNKNOWN} == {"accounting"}
-
-
-def test_accounting_is_judged_by_sacct() -> None:
-    site = ClusterFacts(cluster=cluster({}, {}, sacct_error="Slurm accounting storage is disabled"))
-    assert one(judge(OF_SLURM, site, "cluster"), "accounting").severity is Severity.NOTE
+    assert {finding.check for finding in found if finding.severity is not Severity.UNKNOWN} == set()
 
 
 @pytest.mark.parametrize(("most", "severity"), [(None, "unknown"), (1, "note"), (8, "ok"), (inf, "ok")])
@@ -188,7 +180,7 @@ NODE = NodeInfo(
     name="gpu01", driver=None, stage_dir="/tmp",
     stage_type="xfs", stage_free_bytes=10**12, shm_free_bytes=10**11, interfaces=("lo", "eth0"),
     num_gpus=2, sees_runs=True, interface="eth0", world_size=2, device="H200", teraflops=(700.0, 690.0),
-    all_reduce_gb_per_second=9.1, clock_seconds=-0.002,
+    all_reduce_gb_per_second=9.1,
 )  # fmt: skip
 
 
@@ -212,8 +204,6 @@ NODE = NodeInfo(
         ("preflight", {"world_size": 0}, "unknown", ""),
         ("preflight", {}, "ok", "2 ranks on H200, all-reduce 9.1 GB/s"),
         ("preflight", {"device": "CPU"}, "cost", "GB/s; there is no NVIDIA driver"),
-        ("clock", {}, "ok", "0.002 s"),
-        ("clock", {"clock_seconds": -2.5}, "note", "by 2.5 s"),
     ],
 )  # fmt: skip
 def test_finding_about_a_node(check: str, changes: dict[str, Any], severity: str, word: str) -> None:

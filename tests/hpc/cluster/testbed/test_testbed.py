@@ -216,7 +216,9 @@ def test_mistakes_are_answered_in_a_line_that_helps(box: Box) -> None:
     testbed_verb = (sys.executable, "-m", "hpc.testbed")
     assert "its nodes are: gpu01" in fails(*box, *testbed_verb, "kill-node", "gpu7")
     without_munged = ("unshare", "--mount", "sh", "-c", 'mount -n --bind /dev/null /usr/sbin/munged; exec "$@"', "sh")
-    assert "apt-get install -y munge\n" in fails(*box, *without_munged, *testbed_verb, "up")
+    assert "that are missing: munged; type: apt-get install -y slurm-wlm munge" in fails(
+        *box, *without_munged, *testbed_verb, "up"
+    )
     as_nobody = (
         "import os, sys; from hpc.commands.cluster.testbed import main; os.seteuid(65534); sys.exit(main(['down']))"
     )

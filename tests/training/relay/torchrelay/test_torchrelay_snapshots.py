@@ -14,9 +14,9 @@ from torch import nn
 from torchrelay.checkpoint_files import STATE_VALUES, find_damage, list_checkpoints, step_of
 from torchrelay.rank_exchange import RankGroup
 from torchrelay.saving.interval import SaveTimes
+from torchrelay.saving.node_snapshots import SnapshotFiles
 from torchrelay.saving.objects import Objects, capture
 from torchrelay.saving.restoring import FORMAT, Restorer, read_state
-from torchrelay.saving.snapshot_files import SnapshotFiles
 
 ALONE = RankGroup(rank=0, local_rank=0, world_size=1, control=None)
 

@@ -1,17 +1,158 @@
-"""Writes a rank's snapshots to its node's memory, and its shard to the next node's, so that a lost node loses none."""
+"""Writes a rank's snapshots to its node's memory, and its shard to the next node's, so that a lost node loses none.
 
+A rank's shard is what it holds of the state. With DDP, all ranks have the same shard: the whole state. With FSDP, each
+rank has its own, or each node has all of them (hybrid).
+
+The kernel takes seven times as long to provide memory for a new file as to copy a state into a file that exists. So a
+directory has two files, each mapped into memory: one holds the newest snapshot while the other receives the next. Until
+then, the other holds the snapshot before.
+"""
+
+import shutil
 import time
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
-from ..checkpoint_files import KEPT_SNAPSHOTS, STATE_TENSORS, make_private, remove_published
+from ..checkpoint_files import (
+    KEPT_SNAPSHOTS,
+    STATE_TENSORS,
+    checkpoint_path,
+    list_checkpoints,
+    make_private,
+    remove_published,
+    save_snapshot,
+    unpublish,
+    unpublished_name,
+    write_all,
+)
 from ..node_memory import lacking_space
 from ..rank_exchange import RankGroup, reason_of
-from .holders import Holders
 from .owner import Owner
 from .restoring import shard_directory
-from .snapshot_files import SnapshotFiles
 from .tensor_files import Image
+
+
+@dataclass(frozen=True)
+class Holders:
+    """The shards of all ranks."""
+
+    shards: tuple[int, ...]
+    """For each rank, the number of its shard."""
+    nodes: tuple[int, ...]
+    """For each node, its first rank."""
+
+    @property
+    def count(self) -> int:
+        """Number of shards."""
+        return max(self.shards) + 1
+
+    def node_of(self, rank: int) -> int:
+        """Return the number of a rank's node."""
+        return bisect_right(self.nodes, rank) - 1
+
+    def ranks_of(self, node: int) -> range:
+        """Return the ranks of a node."""
+        return range(self.nodes[node], [*self.nodes, len(self.shards)][node + 1])
+
+    @cached_property
+    def snapshot_writers(self) -> dict[int, int]:
+        """The ranks that write snapshots, with their shards: on each node, the first rank of each shard."""
+        writers = dict[int, int]()
+        for node in range(len(self.nodes)):
+            of_node = {self.shards[rank]: rank for rank in reversed(self.ranks_of(node))}
+            writers |= {rank: shard for shard, rank in of_node.items()}
+        return writers
+
+    def writes_checkpoint(self, rank: int) -> bool:
+        """Return whether a rank writes its shard to checkpoints: it is the first rank of the shard."""
+        return self.shards.index(self.shards[rank]) == rank
+
+    @cached_property
+    def keepers(self) -> dict[int, int]:
+        """The ranks that send their shard to a rank of the next node, which keeps a copy, with that rank.
+
+        A shard that several nodes hold needs no copy.
+        """
+        if len(self.nodes) == 1:
+            return {}
+        nodes_of = dict[int, set[int]]()
+        for rank, shard in enumerate(self.shards):
+            nodes_of.setdefault(shard, set()).add(self.node_of(rank))
+        keepers = dict[int, int]()
+        for rank, shard in self.snapshot_writers.items():
+            if len(nodes_of[shard]) == 1:
+                node = self.node_of(rank)
+                of_next = self.ranks_of((node + 1) % len(self.nodes))
+                keepers[rank] = of_next[(rank - self.nodes[node]) % len(of_next)]
+        return keepers
+
+    def kept_by(self, rank: int) -> list[int]:
+        """Return the ranks of whose shards a rank keeps copies."""
+        return [other for other, keeper in self.keepers.items() if keeper == rank]
+
+
+class SnapshotFiles:
+    """The files of the snapshots in one directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        # The published snapshots of this process, the older one first, and the next one. Each has its directory.
+        self._published = list[tuple[Path, Image]]()
+        self._next: tuple[Path, Image] | None = None
+
+    def image(self, size_bytes: int) -> Image:
+        """Return the memory of the next snapshot. The older one of two snapshots is no more published then.
+
+        Raises OSError if the file cannot be made, for example because the node's memory is full.
+        """
+        # Forget what somebody has removed: the maps would keep its memory.
+        self._published = [(path, image) for path, image in self._published if image.is_at(path / STATE_TENSORS)]
+        own = [path for path, _ in self._published]
+        others = [path for path in list_checkpoints(self.directory) if path not in own]
+        for path in others[max(0, KEPT_SNAPSHOTS - 1 - len(own)) :]:
+            remove_published(path)  # an earlier attempt's, whose process may still map it
+        if not self._next and len(own) >= KEPT_SNAPSHOTS:
+            path, image = self._published.pop(0)
+            with suppress(OSError):  # somebody has removed it
+                self._next = unpublish(path), image
+        if self._next:
+            directory, image = self._next
+            if image.size_bytes == size_bytes and image.is_at(directory / STATE_TENSORS):
+                return image
+            self._next = None
+            shutil.rmtree(directory, ignore_errors=True)
+        make_private(self.directory)
+        directory = unpublished_name(checkpoint_path(self.directory, 0))
+        try:
+            directory.mkdir(mode=0o700)
+            self._next = directory, Image(size_bytes, directory / STATE_TENSORS)
+        except BaseException:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+        return self._next[1]
+
+    def publish(self, step: int, others: Mapping[str, bytes]) -> None:
+        """Publish the next snapshot, whose memory has been written, with the other files of the state.
+
+        Raises:
+            OSError: the snapshot could not be saved. The newest one is kept.
+        """
+        if not self._next:
+            raise ValueError("no snapshot is to be published")
+        directory, image = self._next
+
+        def write(directory: Path) -> None:
+            write_all(directory, others)
+            if not image.is_at(directory / STATE_TENSORS):
+                raise FileNotFoundError(f"{directory / STATE_TENSORS} was removed")
+
+        save_snapshot(self.directory, step, write, reused=directory)
+        self._next = None
+        self._published.append((checkpoint_path(self.directory, step), image))
 
 
 class NodeSnapshots:

@@ -33,8 +33,16 @@ from ..checkpoint_files import (
 from ..rank_exchange import RankGroup, reason_of
 from .objects import Objects, begin_loading
 from .owner import Owner
-from .shards import Block, Part, copy_common
-from .tensor_files import TENSOR_FILES, SavedTensor, TensorFile, TensorLayout, read_whole_tensors
+from .tensor_files import (
+    TENSOR_FILES,
+    Block,
+    Part,
+    SavedTensor,
+    TensorFile,
+    TensorLayout,
+    copy_common,
+    read_whole_tensors,
+)
 from .values import deserialized
 
 if TYPE_CHECKING:
@@ -277,9 +285,7 @@ class Restorer:
 def _agreed(peers: RankGroup, candidate: Candidate) -> Iterator[None]:
     """Make all ranks raise if a rank cannot read a state. All ranks must enter the block.
 
-    Raises:
-        _Unusable: the state is damaged, or it is a snapshot.
-        OSError: it is a checkpoint, and may be intact.
+    Raises _Unusable if the state is damaged, or it is a snapshot; or OSError if it is a checkpoint, and may be intact.
     """
     problem, is_damaged = "", True
     try:
@@ -369,7 +375,9 @@ class _Content:
         """Send a shard from a rank that can read it to all others, each of which copies what it needs."""
         tensors = self.shards[index]
         shapes = {name: (saved.kind, saved.block.shape) for name, saved in tensors.items()}
-        received = self.peers.broadcast_each(shapes, lambda name: self.files[index].read(name)[0], self.sources[index])
+        # Only the rank that sends the shard needs its file.
+        read = lambda name: self.files[index].read(name)  # noqa: E731, PLW0108
+        received = self.peers.broadcast_each(shapes, read, self.sources[index])
         for name, tensor in received:
             self.owner.beat()
             if name in targets:
@@ -379,9 +387,7 @@ class _Content:
 def read_state(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read the whole tensors of a state into host memory, by name, and its other values.
 
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: a file is damaged.
+    Raises OSError if a file cannot be read, or ValueError if a file is damaged.
     """
     values: dict[str, Any] = json.loads((directory / STATE_VALUES).read_bytes())
     return read_whole_tensors(directory), values

@@ -10,10 +10,11 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..checkpoint_files import (
     RANKS,
@@ -26,16 +27,89 @@ from ..checkpoint_files import (
     write_all,
 )
 from ..rank_exchange import OtherRankError, RankGroup, reason_of
-from .background_writer import BackgroundWriter
-from .device_copy import DeviceCopy
-from .holders import Holders
 from .interval import SaveTimes
-from .node_snapshots import NodeSnapshots
+from .node_snapshots import Holders, NodeSnapshots
 from .objects import Captured, Objects, capture
 from .owner import Owner
 from .restoring import FORMAT, Candidate
 from .tensor_files import Image
 from .values import serialized, uses_gpu
+
+if TYPE_CHECKING:
+    import torch
+
+
+class BackgroundWriter:
+    """Runs writes in a thread, one at a time and in order. The thread calls `prepare` when it starts."""
+
+    def __init__(self, prepare: Callable[[], None] | None = None) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="writer", initializer=prepare)
+        self._pending: Future[None] | None = None
+
+    def submit(self, write: Callable[[], None]) -> None:
+        """Wait for the previous write, and start this one. Raises the error of the previous write."""
+        self.wait()
+        self._pending = self._thread.submit(write)
+
+    def enqueue(self, write: Callable[[], None]) -> None:
+        """Queue a write after the previous one, and return at once. If the previous write fails, this one fails too."""
+        previous = self._pending
+
+        def run() -> None:
+            if previous:
+                previous.result()
+            write()
+
+        self._pending = self._thread.submit(run)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a write is running or queued."""
+        return self._pending is not None and not self._pending.done()
+
+    def wait(self) -> None:
+        """Wait for all writes. Raises the error of the last one. Any thread may call this."""
+        if pending := self._pending:
+            pending.result()
+
+
+class DeviceCopy:
+    """A copy from a GPU in a CUDA stream. Measures how long the GPU's other work waits for the copy."""
+
+    def __init__(self, stream: "torch.cuda.Stream") -> None:
+        import torch
+
+        # A thread that waits for an event usually keeps a core of the training busy.
+        self._copied: Any = stream.record_event(torch.cuda.Event(blocking=True))  # type: ignore[no-untyped-call]
+        self._waited: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+
+    def make_device_wait(self) -> None:
+        """Make the GPU's next work wait until the copy is complete. The host does not wait."""
+        import torch
+
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        current = torch.cuda.current_stream()
+        began.record(current)
+        current.wait_event(self._copied)
+        ended.record(current)
+        self._waited = began, ended
+
+    def wait(self) -> None:
+        """Make the host wait for the copy. Any thread may call this."""
+        self._copied.synchronize()
+
+    @property
+    def stall_seconds(self) -> float:
+        """Seconds that the GPU waited for the copy; 0 until it continues."""
+        if self._waited is None:
+            return 0.0
+        began, ended = self._waited
+        milliseconds: float = began.elapsed_time(ended) if ended.query() else 0.0  # type: ignore[no-untyped-call]
+        return milliseconds / 1000
+
+
+_ALONE = RankGroup(rank=0, local_rank=0, world_size=1, control=None)
+"""The ranks that write a whole state: rank 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,11 +304,8 @@ class StateWriter:
     def _write_checkpoint(self, directory: Path, state: _Save, began: float) -> None:
         step = state.captured.step
         try:
-            if state.holders.count > 1:
+            if state.holders.count > 1 or self.peers.is_rank_zero:
                 self._write_parts(directory, state)
-            elif state.image and self.peers.is_rank_zero:
-                write = partial(self._write_state, state, STATE_TENSORS)
-                save_checkpoint(directory, step, write, self.keep, check=self.owner.check)
         except (OSError, OtherRankError) as error:
             # Not the error itself: it would keep the frames of its traceback, and so memory.
             self.unwritten = reason_of(error)
@@ -251,29 +322,25 @@ class StateWriter:
         seconds, copy_seconds = round(time.monotonic() - began, 3), round(state.copy_seconds, 4)
         self.owner.event("checkpoint_saved", step=step, seconds=seconds, copy_seconds=copy_seconds)
 
-    def _write_state(self, state: _Save, name: str, directory: Path) -> dict[str, Any]:
-        """Write the tensors that this rank owns, and on rank 0 the other files. Returns entries of the manifest."""
-        if self.peers.is_rank_zero:
-            write_all(directory, state.others)
-        entries = {name: state.image.write(directory / name, state.owned)} if state.image and state.owned else {}
-        self.owner.publishing(state.captured.step)
-        return entries
-
     def _write_parts(self, directory: Path, state: _Save) -> None:
-        """Write a checkpoint of which each rank writes a part to the same storage. Rank 0 publishes it."""
-        peers, step = self._background_peers, state.captured.step
+        """Write a checkpoint, of which each rank writes its shard to the same storage. Rank 0 publishes it."""
+        peers, step, image = self._background_peers, state.captured.step, state.image
+        name = f"state-{peers.rank:05d}-of-{peers.world_size:05d}.safetensors"
+        if state.holders.count == 1:
+            peers, name = _ALONE, STATE_TENSORS
         temporary = unpublished_name(checkpoint_path(directory, step))
         temporary = Path(os.fsdecode(peers.broadcast_bytes(os.fsencode(temporary))))
-        name = f"state-{peers.rank:05d}-of-{peers.world_size:05d}.safetensors"
         try:
             with peers.raise_together():
                 if peers.is_rank_zero:
                     directory.mkdir(exist_ok=True)
                     temporary.mkdir(mode=0o700)
+                    write_all(temporary, state.others)
             with peers.raise_together():
-                entries = self._write_state(state, name, temporary)
-                if entries:
+                entries = {name: image.write(temporary / name, state.owned)} if image and state.owned else {}
+                if entries and not peers.is_rank_zero:  # rank 0 flushes its file when it publishes all
                     fsync(temporary / name)
+                self.owner.publishing(step)
             files = {file: entry for written in peers.all_gather_json(entries) for file, entry in written.items()}
             with peers.raise_together():
                 if peers.is_rank_zero:

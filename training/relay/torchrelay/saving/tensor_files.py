@@ -19,10 +19,90 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from .shards import Block, Part, copy_common
-
 if TYPE_CHECKING:
     from torch import Tensor, dtype
+
+
+Numbers = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A block of a tensor: the whole tensor, or the shard of a rank."""
+
+    offset: Numbers
+    """Where the block begins in the whole tensor, in each dimension."""
+    shape: Numbers
+    whole: Numbers
+    """The shape of the whole tensor."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the block is the whole tensor."""
+        return self.shape == self.whole
+
+    @property
+    def as_whole(self) -> Block:
+        """The whole tensor of which this is a block."""
+        return Block(offset=(0,) * len(self.whole), shape=self.whole, whole=self.whole)
+
+    def common_size(self, other: Block) -> int:
+        """Return the number of elements that two blocks of a tensor share."""
+        common = self.common(other)
+        return math.prod(last - first for first, last in zip(*common, strict=True)) if common else 0
+
+    def common(self, other: Block) -> tuple[Numbers, Numbers] | None:
+        """Return where the part that two blocks of a tensor share begins and ends; None if they share nothing."""
+        begin = tuple(map(max, self.offset, other.offset))
+        ends = [[at + size for at, size in zip(each.offset, each.shape, strict=True)] for each in (self, other)]
+        end = tuple(map(min, *ends))
+        return None if any(first >= last for first, last in zip(begin, end, strict=True)) else (begin, end)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What a rank holds of a tensor of the state."""
+
+    tensor: Tensor
+    """On the rank's device; its shape is the block's."""
+    block: Block
+
+
+def is_sharded(value: Any) -> bool:
+    """Return whether a tensor is distributed over ranks: a DTensor. All ranks agree."""
+    return hasattr(value, "to_local")
+
+
+def part_of(value: Any) -> Part:
+    """Return what this rank holds of a tensor, which may be sharded (DTensor).
+
+    Raises ValueError if the tensor is sharded in a way that is not supported.
+    """
+    if not is_sharded(value):
+        shape = tuple(value.shape)
+        return Part(tensor=value.detach(), block=Block(offset=(0,) * len(shape), shape=shape, whole=shape))
+    if any(placement.is_partial() for placement in value.placements):
+        raise ValueError("it is a DTensor with sums that are not reduced yet (Partial)")
+    local = value.to_local().detach()
+    [chunk, *_] = value.__create_chunk_list__()  # what torch's distributed checkpoints use; read in torch 2.6 to 2.15
+    block = Block(offset=tuple(chunk.offsets), shape=tuple(local.shape), whole=tuple(value.shape))
+    return Part(tensor=local, block=block)
+
+
+def copy_common(target: Part, source: Tensor, block: Block) -> int:
+    """Copy to a part what a block of the same tensor, with the content `source`, has of it. Returns the elements."""
+    common = target.block.common(block)
+    if common is None:
+        return 0
+    begin, end = common
+
+    def cut(tensor: Tensor, offset: Numbers) -> Tensor:
+        return tensor[tuple(slice(a - o, b - o) for a, b, o in zip(begin, end, offset, strict=True))]
+
+    into = cut(target.tensor, target.block.offset)
+    into.copy_(cut(source, block.offset))
+    return into.numel()
+
 
 # Keys that DCP's HuggingFaceStorageReader expects.
 _SHARDS, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
@@ -202,59 +282,41 @@ class TensorFile:
     def __init__(self, path: Path, header: bytes | None = None) -> None:
         """`header` is that of the file, if it is known; else, it is read.
 
-        Raises:
-            OSError: the file cannot be read.
-            ValueError, KeyError: the file is damaged.
+        Raises OSError if the file cannot be read, or ValueError or KeyError if the file is damaged.
         """
         self._path = path
-        self.header = _read_header(path) if header is None else header
+        if header is None:
+            with path.open("rb") as opened:
+                size = opened.read(8)
+                header = size + opened.read(int.from_bytes(size, "little"))
+        self.header = header
         self.tensors = TensorLayout.parse(self.header).tensors
 
-    def read(self, name: str, wanted: Block | None = None) -> tuple[Tensor, Block]:
-        """Read the rows (of the first dimension) that another block needs, or all. Returns them, and which block it is.
-
-        Raises:
-            OSError: the file cannot be read.
-            ValueError: the file is too short.
-        """
+    def read(self, name: str) -> Tensor:
+        """Read a block of a tensor. Raises OSError if the file cannot be read, or ValueError if it is too short."""
         import torch
 
-        saved, skipped = self.tensors[name], 0
-        block = saved.block
-        common = block.common(wanted) if wanted and block.shape else None
-        if common:
-            first, last = common[0][0], common[1][0]
-            skipped = first - block.offset[0]
-            block = Block(offset=(first, *block.offset[1:]), shape=(last - first, *block.shape[1:]), whole=block.whole)
-        row_bytes = math.prod(block.shape[1:]) * saved.kind.itemsize
-        data = bytearray(math.prod(block.shape) * saved.kind.itemsize)
+        saved = self.tensors[name]
+        data = bytearray(saved.end - saved.begin)
         # The whole file is not mapped: if the storage failed, a read of mapped memory would kill the process.
         with self._path.open("rb") as opened:
-            opened.seek(len(self.header) + saved.begin + skipped * row_bytes)
+            opened.seek(len(self.header) + saved.begin)
             if opened.readinto(data) < len(data):
                 raise ValueError(f"{self._path} is too short")
         # An empty buffer is refused by frombuffer.
         content = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-        return content.view(saved.kind).view(block.shape), block
+        return content.view(saved.kind).view(saved.block.shape)
 
     def read_into(self, target: Part, name: str) -> int:
         """Read what the file has of a part of a tensor into its memory. Returns the number of elements."""
-        has_some = self.tensors[name].block.common(target.block)
-        return copy_common(target, *self.read(name, target.block)) if has_some else 0
-
-
-def _read_header(path: Path) -> bytes:
-    with path.open("rb") as opened:
-        size = opened.read(8)
-        return size + opened.read(int.from_bytes(size, "little"))
+        block = self.tensors[name].block
+        return copy_common(target, self.read(name), block) if block.common(target.block) else 0
 
 
 def read_whole_tensors(directory: Path) -> dict[str, Tensor]:
     """Read the tensors of a state by name, each from the files of its shards.
 
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: a file is damaged, or the files lack elements of a tensor.
+    Raises OSError if a file cannot be read; or ValueError if a file is damaged, or the files lack elements of a tensor.
     """
     import torch
 
@@ -264,7 +326,7 @@ def read_whole_tensors(directory: Path) -> dict[str, Tensor]:
         file = TensorFile(path)
         for name, saved in file.tensors.items():
             if saved.block.is_whole:
-                found[name], missing[name] = file.read(name)[0], 0
+                found[name], missing[name] = file.read(name), 0
             elif (name, saved.block) not in copied:
                 copied.add((name, saved.block))
                 whole = found.setdefault(name, torch.empty(saved.block.whole, dtype=saved.kind))

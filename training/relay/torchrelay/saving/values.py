@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
-from .shards import is_sharded
-from .tensor_files import has_name
+from .tensor_files import has_name, is_sharded
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,8 +23,7 @@ _PLAIN = {bool, int, float, str, type(None)}
 def split(name: str, value: Any, tensors: dict[str, "Tensor"]) -> Any:  # noqa: PLR0911  # one for each kind
     """Return a state as a value for JSON, and add its tensors to `tensors`, with names that begin with `name`.
 
-    Raises:
-        TypeError: the state holds an object that could be saved but not restored.
+    Raises TypeError if the state holds an object that could be saved but not restored.
     """
     if type(value) in _PLAIN:
         return value

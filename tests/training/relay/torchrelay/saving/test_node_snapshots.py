@@ -16,9 +16,8 @@ from torchrelay.checkpoint_files import (
     save_snapshot,
     step_of,
 )
-from torchrelay.saving.shards import part_of
-from torchrelay.saving.snapshot_files import SnapshotFiles
-from torchrelay.saving.tensor_files import Image, TensorLayout, read_whole_tensors
+from torchrelay.saving.node_snapshots import SnapshotFiles
+from torchrelay.saving.tensor_files import Image, TensorLayout, part_of, read_whole_tensors
 
 
 def state(step: int) -> dict[str, Tensor]:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torchvision.models import convnext, swin_transformer, vision_transformer
 
-from training.models.activations import checkpoint_activations
-from training.models.small_models import SmallResNet
+from training.models.blocks import checkpoint_activations
+from training.models.factory import SmallResNet
 
 
 def vit() -> nn.Module:

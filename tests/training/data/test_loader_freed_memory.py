@@ -12,7 +12,7 @@ PR_SET_THP_DISABLE, M_MMAP_THRESHOLD = 41, -3
 library = ctypes.CDLL(None)
 library.prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
 library.mallopt(M_MMAP_THRESHOLD, 2**17)
-from training.data.freed_memory import keep_freed_memory
+from training.data.loader import keep_freed_memory
 if sys.argv[1] == "kept":
     keep_freed_memory()
 def step():
@@ -42,7 +42,7 @@ from pathlib import Path
 import torch
 from training.data.batch_schedule import BatchRequest
 from training.data.loader import Batch, load_batches
-from training.data.freed_memory import keep_freed_memory
+from training.data.loader import keep_freed_memory
 
 def megabytes():
     lines = Path("/proc/self/status").read_text().splitlines()
