@@ -41,11 +41,11 @@ class Options(Flags):
     """Models to train."""
 
 
-class Operations(TorchDispatchMode):
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's metaclass
     """Counts the operations that torch dispatches, by name."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counts = Counter[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -64,7 +64,8 @@ def operations(loop: Iterator[None], steps: int) -> Counter[str]:
     """Return the operations of some steps."""
     with Operations() as counter:
         make_steps(loop, steps)
-    return counter.counts
+    counts: Counter[str] = counter.counts
+    return counts
 
 
 def timed(loop: Iterator[None], steps: int) -> list[Sample]:

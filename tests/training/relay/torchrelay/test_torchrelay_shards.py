@@ -27,7 +27,7 @@ rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 os.environ |= {"LOCAL_RANK": str(rank % per_node), "TORCHRELAY_SNAPSHOTS": os.path.abspath(f"node-{rank // per_node}")}
 import torch
 from torch import distributed, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torchrelay import state
 
@@ -37,6 +37,8 @@ model = nn.Sequential(nn.Linear(32, 62), nn.LayerNorm(62), nn.Tanh(), nn.Linear(
 data_rank, data_ranks = rank, world
 if mode == "ddp":
     model = nn.parallel.DistributedDataParallel(model)
+elif mode == "fsdp1":
+    model = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
 elif mode == "fsdp2":
     mesh = distributed.init_device_mesh("cpu", (world,))
     fully_shard(model[0], mesh=mesh)
@@ -67,7 +69,11 @@ with state(model=model, optimizer=optimizer, snapshot_seconds=1000) as saved:
             if rank == world - 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             distributed.barrier()
-weights = [each.full_tensor() if hasattr(each, "full_tensor") else each.data for each in model.parameters()]
+if mode == "fsdp1":
+    with FullyShardedDataParallel.summon_full_params(model):
+        weights = [parameter.detach().clone() for parameter in model.parameters()]
+else:
+    weights = [each.full_tensor() if hasattr(each, "full_tensor") else each.data for each in model.parameters()]
 if rank == 0:
     print(json.dumps([restored, [weight.tolist() for weight in weights]]))
 distributed.destroy_process_group()
@@ -104,6 +110,7 @@ BOTH = {"shard-00000-of-00002": [9, 6], "shard-00001-of-00002": [9, 6]}
     [
         ("fsdp2", 1, BOTH),
         ("ddp", 1, {".": [9, 6]}),
+        ("fsdp1", 1, BOTH),
         slow("hsdp", 2, BOTH),
         slow("tp", 2, {f"shard-{index:05d}-of-00004": [9, 6] for index in range(4)}),
     ],

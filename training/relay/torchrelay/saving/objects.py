@@ -20,7 +20,8 @@ from .tensor_files import Part, TensorLayout, has_name, is_sharded, part_of
 from .values import deserialized, join, random_states, restore_random, serialized, split
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
 
 
 class Saveable(Protocol):
@@ -63,25 +64,13 @@ class Objects:
 
     @classmethod
     def of_script(cls, objects: Mapping[str, Saveable]) -> Self:
-        """Return a script's objects: modules, optimizers and schedulers are shared. Raises TypeError for FSDP1."""
+        """Return a script's objects: modules, optimizers and schedulers are shared."""
         from torch import nn, optim
 
         kinds = nn.Module, optim.Optimizer, optim.lr_scheduler.LRScheduler
         shared = {name: each for name, each in objects.items() if isinstance(each, kinds)}
         own = {name: each for name, each in objects.items() if name not in shared}
-        _refuse_fsdp1(shared)
-        return cls(shared=shared, own={**own, "random numbers": _RandomNumbers()})
-
-
-def _refuse_fsdp1(objects: Mapping[str, Saveable]) -> None:
-    """Raise TypeError for a module of FSDP1: its optimizer's state looks the same on all ranks, but differs."""
-    from torch import nn
-
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # imported by the script, if it uses FSDP1
-    for name, each in objects.items():
-        parts = each.modules() if fsdp and isinstance(each, nn.Module) else ()
-        if any(isinstance(part, fsdp.FullyShardedDataParallel) for part in parts):  # type: ignore[union-attr]
-            raise TypeError(f"state({name}=...) is a module of FSDP1, which is not supported: shard it by fully_shard")
+        return cls(shared=_adapted(shared), own={**own, "random numbers": _RandomNumbers()})
 
 
 class _RandomNumbers:
@@ -183,7 +172,7 @@ def check_restorable(objects: Objects) -> None:
     from torch import nn
 
     for name, each in {**objects.shared, **objects.own}.items():
-        if not isinstance(each, nn.Module):
+        if not isinstance(each, nn.Module | _Fsdp1):
             split(name, each.state_dict(), {})
 
 
@@ -246,7 +235,7 @@ def _memory_for(one: Saveable) -> Callable[[str, Tensor], Tensor]:
     def new(_name: str, like: Tensor) -> Tensor:
         return torch.empty_like(like, device="cpu")
 
-    if isinstance(one, nn.Module):
+    if isinstance(one, nn.Module | _Fsdp1):
         present: dict[str, Tensor] = {}
         split("", one.state_dict(), present)
         named = {name.removeprefix("/"): tensor for name, tensor in present.items()}
@@ -299,3 +288,48 @@ def _load(one: Saveable, state: dict[str, Any]) -> None:
         present.update(named)
         state = present
     one.load_state_dict(state)
+
+
+# --- FSDP1 ---
+
+
+class _Fsdp1:
+    """A module or an optimizer of FSDP1, whose own `state_dict` would join all shards. DCP gives the shards."""
+
+    def __init__(self, module: nn.Module, optimizer: Optimizer | None = None) -> None:
+        from torch.distributed.checkpoint import state_dict as dcp
+
+        self._of: tuple[Any, ...] = (module,) if optimizer is None else (module, optimizer)
+        self._get: Any = dcp.get_model_state_dict if optimizer is None else dcp.get_optimizer_state_dict
+        self._set: Any = dcp.set_model_state_dict if optimizer is None else dcp.set_optimizer_state_dict
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._get(*self._of)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        self._set(*self._of, state)
+
+
+def _adapted(objects: Mapping[str, Saveable]) -> dict[str, Saveable]:
+    """Return the objects, with those of FSDP1 as `_Fsdp1`."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # imported by the script, if it uses FSDP1
+    if fsdp is None:
+        return dict(objects)
+    from torch import nn, optim
+
+    modules = [
+        each
+        for each in objects.values()
+        if isinstance(each, nn.Module) and any(isinstance(one, fsdp.FullyShardedDataParallel) for one in each.modules())
+    ]
+    owners = {id(parameter): module for module in modules for parameter in module.parameters()}
+    adapted = dict(objects)
+    for name, each in objects.items():
+        if any(each is module for module in modules):
+            adapted[name] = _Fsdp1(each)  # type: ignore[arg-type]  # a module
+        elif isinstance(each, optim.Optimizer):
+            first = next((one for group in each.param_groups for one in group["params"]), None)
+            if id(first) in owners:
+                adapted[name] = _Fsdp1(owners[id(first)], each)
+    return adapted

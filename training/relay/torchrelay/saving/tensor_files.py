@@ -13,7 +13,7 @@ import math
 import mmap
 import os
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -69,24 +69,42 @@ class Part:
 
 
 def is_sharded(value: Any) -> bool:
-    """Return whether a tensor is distributed over ranks: a DTensor. All ranks agree."""
-    return hasattr(value, "to_local")
+    """Return whether a tensor is distributed over ranks: a DTensor, or a ShardedTensor of FSDP1. All ranks agree."""
+    return hasattr(value, "to_local") or hasattr(value, "local_shards")
 
 
 def part_of(value: Any) -> Part:
-    """Return what this rank holds of a tensor, which may be sharded (DTensor).
+    """Return what this rank holds of a tensor, which may be sharded (DTensor, or ShardedTensor of FSDP1).
 
     Raises ValueError if the tensor is sharded in a way that is not supported.
     """
-    if not is_sharded(value):
+    if hasattr(value, "local_shards"):
+        return _part_of_sharded_tensor(value)
+    if not hasattr(value, "to_local"):
         shape = tuple(value.shape)
         return Part(tensor=value.detach(), block=Block(offset=(0,) * len(shape), shape=shape, whole=shape))
     if any(placement.is_partial() for placement in value.placements):
         raise ValueError("it is a DTensor with sums that are not reduced yet (Partial)")
     local = value.to_local().detach()
     [chunk, *_] = value.__create_chunk_list__()  # what torch's distributed checkpoints use; read in torch 2.6 to 2.15
-    block = Block(offset=tuple(chunk.offsets), shape=tuple(local.shape), whole=tuple(value.shape))
-    return Part(tensor=local, block=block)
+    return Part(tensor=local, block=_block(chunk.offsets, local, value))
+
+
+def _part_of_sharded_tensor(value: Any) -> Part:
+    import torch
+
+    shards = value.local_shards()
+    if len(shards) > 1:
+        raise ValueError("a rank holds several shards of it")
+    if shards:
+        local = shards[0].tensor.detach()
+        return Part(tensor=local, block=_block(shards[0].metadata.shard_offsets, local, value))
+    shape = (0, *value.shape[1:])
+    return Part(tensor=torch.empty(shape, dtype=value.dtype), block=_block([0] * len(shape), torch.empty(shape), value))
+
+
+def _block(offset: Sequence[int], local: Tensor, whole: Any) -> Block:
+    return Block(offset=tuple(offset), shape=tuple(local.shape), whole=tuple(whole.shape))
 
 
 def copy_common(target: Part, source: Tensor, block: Block) -> int:

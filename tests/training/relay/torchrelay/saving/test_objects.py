@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torchrelay.rank_exchange import RankGroup
 from torchrelay.saving.objects import Objects, Saveable, begin_loading, capture
 
@@ -56,12 +55,3 @@ def test_scheduler_may_have_tensors() -> None:
     one, other = Warmup(0.5), Warmup(0.0)
     load(one, other)
     assert (float(other.share), float(other.history[0])) == (0.5, 0.5)
-
-
-def test_fsdp1_is_refused_since_its_optimizer_looks_the_same_on_all_ranks() -> None:
-    class Sharded(FullyShardedDataParallel):
-        def __init__(self) -> None:
-            nn.Module.__init__(self)
-
-    with pytest.raises(TypeError, match=r"state\(model=\.\.\.\) is a module of FSDP1, .* fully_shard"):
-        Objects.of_script({"model": nn.Sequential(Sharded())})
