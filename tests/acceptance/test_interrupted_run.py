@@ -31,7 +31,7 @@ def check_report(run: Run, stopped: int) -> None:
     assert facts["torch"] == importlib.metadata.version("torch")
     assert facts["Jobs"] == ", ".join(claim["job_id"] for claim in run.events("claimed"))
     assert set(facts["Nodes"].split(", ")) >= set(run.nodes())
-    assert re.fullmatch(r"[\d.e-]+: .*productive [\d.e-]+.*", facts["Rank-hours"])
+    assert re.fullmatch(r"[\d.e-]+, [\d.e-]+ of them productive", facts["Rank-hours"])
     assert facts["Wait in the queue"] != "0.0 s"
     assert f"step {stopped}" in page
 

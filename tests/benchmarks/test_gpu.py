@@ -30,7 +30,7 @@ def test_flags_of_the_trainings_are_flags(name: str) -> None:
     flags = (exactness.TRAININGS | exactness.SMALL)[name]
     data = [] if "--synthetic" in flags else [f"--data={FASHION_MNIST}"]
     options = parse_flags(VerifyOptions, [*exactness._COMMON, *data, *flags], "verify_resume")  # noqa: SLF001
-    assert (options.cuts, options.ranks) == (2, "1")
+    assert (options.cuts, options.ranks) == (2, 1)
 
 
 def check(found: dict[str, Any]) -> None:

@@ -34,7 +34,7 @@ def type_hpc(light: Path, directory: Path, *words: str, **variables: str) -> "su
     [
         "submit --nodes 2 --gpus-per-node 4",
         "submit --cluster local --data photos --dry-run --json",
-        "scaling --name a --cluster local",
+        "scaling --name a --nodes 1 2 --cluster local",
         "evaluate model.pt2 --data photos",
         "train --data photos",
         "pack photos packed",
