@@ -106,7 +106,10 @@ def random_states() -> dict[str, Any]:
     """Return the states of this rank's random number generators: torch's (CPU and GPU) and Python's."""
     import torch
 
-    found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    version, internal, gauss = random.getstate()
+    # As a tensor, because each snapshot serializes the state: 625 numbers of their own would take milliseconds.
+    python = version, torch.tensor(internal), gauss
+    found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": python}
     if uses_gpu():
         found["cuda"] = torch.cuda.get_rng_state()
     return found
@@ -118,6 +121,6 @@ def restore_random(states: Mapping[str, Any]) -> None:
 
     torch.set_rng_state(states["torch"])
     version, internal, gauss = states["python"]
-    random.setstate((version, tuple(internal), gauss))
+    random.setstate((version, tuple(torch.as_tensor(internal).tolist()), gauss))
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
