@@ -198,7 +198,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
 
 
 def _filled(match: "re.Match[str]") -> str:
-    return f"{match[1]}\n{TABLES[match[2]]()}\n\n{match[3]}"
+    return f"{match[1]}{TABLES[match[2]]()}\n{match[3]}"
 
 
 def page_of(name: str) -> str:
