@@ -363,7 +363,7 @@ def _end_replaced_job(node: NodeAttempt, monitor: NodeMonitor) -> None:
 
 
 def _is_running(node: NodeAttempt) -> bool:
-    """Return whether the job runs and is not ending. True also if Slurm does not answer, as it then ends no job."""
+    """Return whether the job runs and is not ending. A Slurm that does not answer ends no job, so return True then."""
     if not node.on_slurm:
         return True
     try:

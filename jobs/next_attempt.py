@@ -13,8 +13,8 @@ from functools import cache, partial
 
 from hpc.base.errors import TorchrelayError
 from hpc.run.events.kinds import Excluded, NotContinued, Requeued, Resubmitted
+from hpc.slurm import bad_nodes, handover, job_fields, sinfo, squeue
 from hpc.slurm import client as slurm
-from hpc.slurm import handover, job_fields, sinfo, squeue
 from hpc.slurm.predecessors import redirect_waiting_jobs
 from jobs.node_attempt import NodeAttempt, ask_slurm, log
 
@@ -133,7 +133,7 @@ def _requeue(node: NodeAttempt, avoid: list[str]) -> None:
     if not avoid:
         return
     try:
-        excluded = handover.nodes_to_exclude(node.run, node.spec, avoid)
+        excluded = bad_nodes.nodes_to_exclude(node.run, node.spec, avoid)
         # Do this after the requeue, because Slurm changes the excluded nodes only of a pending job.
         ask_slurm(lambda: slurm.update(job_id, ExcNodeList=",".join(excluded)), SLURM_SECONDS)
     except (OSError, TorchrelayError) as error:  # if raised, the caller would requeue again
@@ -145,7 +145,7 @@ def _requeue(node: NodeAttempt, avoid: list[str]) -> None:
 def _resubmit(node: NodeAttempt, avoid: list[str], why: str | None) -> None:
     """Submit a new job that avoids the bad and lost nodes, and end this job."""
     job_id, history, this = node.allocation.job_id, node.history(), node.attempt.attempt
-    excluded = handover.nodes_to_exclude(node.run, node.spec, avoid)
+    excluded = bad_nodes.nodes_to_exclude(node.run, node.spec, avoid)
     old = {attempt.job_id for attempt in history.attempts if attempt.attempt <= this}
     # An earlier sbatch may have queued a job although its reply was lost; that job may have begun the next attempt.
     begun = (attempt.job_id for attempt in history.attempts if attempt.attempt > this)

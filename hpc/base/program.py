@@ -75,7 +75,7 @@ def flag_name(field: Field) -> str:
 
 
 def mark_of(field: Field) -> Flag:
-    """Return what the command line knows of a field besides its type."""
+    """Return the mark of a field, such as its letter or metavar; an empty one if it has none."""
     return next((mark for mark in getattr(field.type, "__metadata__", ()) if isinstance(mark, Flag)), Flag())
 
 

@@ -1,7 +1,7 @@
 """Defines what the launcher asks of each kind of program: to check its flags, name its data, and change its arguments.
 
 There are two kinds: a user's own script (`hpc.programs.script_flags`), and the image classifier that ships with
-Torchrelay (`training.config.classifier_flags`). `hpc.programs.program_kinds` lists them. Runs on the login node.
+Torchrelay (`training.config.classifier_program`). `hpc.programs.program_kinds` lists them. Runs on the login node.
 """
 
 from abc import ABC, abstractmethod

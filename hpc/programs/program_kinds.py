@@ -10,7 +10,7 @@ from hpc.base.errors import UserError
 from hpc.programs.program_flags import ProgramFlags
 from hpc.programs.script_flags import ScriptFlags, ScriptRequest
 from hpc.run.spec import RunSpec
-from training.config.classifier_flags import ClassifierFlags, ClassifierRequest
+from training.config.classifier_program import ClassifierFlags, ClassifierRequest
 from training.config.evaluation_task import EvaluationTask
 
 __all__ = [

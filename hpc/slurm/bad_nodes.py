@@ -1,4 +1,4 @@
-"""Remembers which nodes have failed a user's runs, for the next jobs of all these runs. Runs everywhere.
+"""Remembers which nodes have failed a user's runs, and says which nodes the next job excludes. Runs everywhere.
 
 Each failure is a file in the runs directory, beside the runs. A file is written whole, and removed when it is old.
 """
@@ -16,6 +16,8 @@ from hpc.base.files import write_atomic
 from hpc.run.causes import Cause
 from hpc.run.events.kinds import AttemptEnded, Event, Interrupted, NodeFailed, NodeReturned
 from hpc.run.rundir import RunDir
+from hpc.run.spec import RunSpec
+from hpc.slurm import client, sinfo
 
 # Slurm itself marks a dead node down within SlurmdTimeout, usually 300 s. A bad node has probably been repaired after
 # some hours.
@@ -87,3 +89,26 @@ def known(runs_dir: Path, run: str | None = None) -> Sequence[BadNode]:
     failures = [bad for bad in failures if bad.run == run or counts.get(bad.cause, times[bad.run] == 1)]
     newest = {bad.node: bad for bad in sorted(failures, key=lambda bad: bad.time)}
     return sorted(newest.values(), key=lambda bad: -bad.time)
+
+
+def typed_exclude(spec: RunSpec) -> list[str]:
+    """Return the nodes that the user excludes, as a list of Slurm's node lists."""
+    return [spec.resources.exclude] if spec.resources.exclude else []
+
+
+def nodes_to_exclude(run: RunDir, spec: RunSpec, failed: Sequence[str] = ()) -> list[str]:
+    """Return the nodes that the next job of a run excludes: the user's --exclude, `failed`, and known bad nodes.
+
+    Nodes that have failed are excluded only if the partition has enough other nodes for the job.
+    """
+    typed = typed_exclude(spec)
+    names = list(dict.fromkeys([*failed, *(bad.node for bad in known(run.path.parent, run.name))]))
+    if not names:
+        return typed
+    # Slurm does not use nodes that it has marked down.
+    usable = sinfo.usable_nodes(spec.resources.partition)
+    usable -= {name for nodes in typed for name in client.hostnames(nodes)}
+    spare = max(0, len(usable) - spec.job_nodes.fewest)
+    if len(usable.intersection(failed)) > spare:
+        return typed  # the job needs some of `failed`, and nobody knows which of them work
+    return [*typed, *[name for name in names if name in usable][:spare]]

@@ -131,14 +131,14 @@ class SlurmExecutor(SubmititSlurm):
     def excluded(self) -> list[str]:
         """The nodes that this job excludes: the user's --exclude, and nodes that have failed the user's other runs."""
         try:
-            return handover.nodes_to_exclude(self.run, self.spec)
+            return bad_nodes.nodes_to_exclude(self.run, self.spec)
         except TorchrelayError:
-            return handover.typed_exclude(self.spec)  # sbatch will say what is wrong
+            return bad_nodes.typed_exclude(self.spec)  # sbatch will say what is wrong
 
     @property
     def notes(self) -> list[str]:
         """What differs from the user's flags, for the user."""
-        more = set(self.excluded) - set(handover.typed_exclude(self.spec))
+        more = set(self.excluded) - set(bad_nodes.typed_exclude(self.spec))
         # Usually there are none, and then the runs directory need not be searched again.
         avoided = [str(bad) for bad in bad_nodes.known(self.run.path.parent) if bad.node in more] if more else []
         remove = f"to use a node again, remove .bad-node.*.NODE.* in {self.run.path.parent}"
@@ -193,7 +193,7 @@ class SlurmExecutor(SubmititSlurm):
         try:
             return ask(submission.exclude_option(self.excluded))
         except submission.NotQueuedError as error:
-            typed = handover.typed_exclude(self.spec)
+            typed = bad_nodes.typed_exclude(self.spec)
             if self.excluded == typed or not handover.leaves_too_few_nodes(error.printed):
                 raise
             self.excluded = typed

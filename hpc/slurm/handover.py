@@ -172,7 +172,7 @@ def has_own_script(run: RunDir) -> bool:
 def submit_next_job(run: RunDir, spec: RunSpec, excluded: Sequence[str], old: Collection[str]) -> str:
     """Submit the run's next job and return its id. If an earlier sbatch queued a job unnoticed, return its id.
 
-    `excluded` comes from `nodes_to_exclude`, and `old` are the ids of the run's jobs so far.
+    `excluded` comes from `bad_nodes.nodes_to_exclude`, and `old` are the ids of the run's jobs so far.
 
     Raises:
         TorchrelayError: sbatch refused the job; or a run of --after-ok did not complete, or a run to wait for has no
@@ -191,7 +191,7 @@ def submit_next_job(run: RunDir, spec: RunSpec, excluded: Sequence[str], old: Co
     try:
         return submission.submit(run.script, excluded, environment, waits_for)
     except TorchrelayError as error:
-        typed = typed_exclude(spec)
+        typed = bad_nodes.typed_exclude(spec)
         if excluded == typed or not leaves_too_few_nodes(str(error)):
             raise
         return submission.submit(run.script, typed, environment, waits_for)
@@ -200,30 +200,7 @@ def submit_next_job(run: RunDir, spec: RunSpec, excluded: Sequence[str], old: Co
 def leaves_too_few_nodes(sbatch_error: str) -> bool:
     """Return whether sbatch has refused a job because it excludes too many nodes.
 
-    With a constraint or a kind of GPU, fewer nodes fit than `nodes_to_exclude` counted in the partition; and --sbatch
-    nodelist may name an excluded node.
+    With a constraint or a kind of GPU, fewer nodes fit than `bad_nodes.nodes_to_exclude` counted in the partition; and
+    --sbatch nodelist may name an excluded node.
     """
     return any(words in sbatch_error for words in _TOO_FEW_NODES)
-
-
-def typed_exclude(spec: RunSpec) -> list[str]:
-    """Return the nodes that the user excludes, as a list of Slurm's node lists."""
-    return [spec.resources.exclude] if spec.resources.exclude else []
-
-
-def nodes_to_exclude(run: RunDir, spec: RunSpec, failed: Sequence[str] = ()) -> list[str]:
-    """Return the nodes that the next job of a run excludes: the user's --exclude, `failed`, and known bad nodes.
-
-    Nodes that have failed are excluded only if the partition has enough other nodes for the job.
-    """
-    typed = typed_exclude(spec)
-    names = list(dict.fromkeys([*failed, *(bad.node for bad in bad_nodes.known(run.path.parent, run.name))]))
-    if not names:
-        return typed
-    # Slurm does not use nodes that it has marked down.
-    usable = sinfo.usable_nodes(spec.resources.partition)
-    usable -= {name for nodes in typed for name in slurm.hostnames(nodes)}
-    spare = max(0, len(usable) - spec.job_nodes.fewest)
-    if len(usable.intersection(failed)) > spare:
-        return typed  # the job needs some of `failed`, and nobody knows which of them work
-    return [*typed, *[name for name in names if name in usable][:spare]]

@@ -42,10 +42,11 @@ def submit(
     """Submit a script without a start delay, and return the job's id.
 
     Args:
-        script: the script. Its #SBATCH options hold, except --begin, --dependency, and --exclude if `exclude` is given.
+        script: the script. Its #SBATCH options hold, except --begin and --dependency, and except --exclude if there are
+            nodes in `exclude`.
         exclude: nodes to avoid, as names or lists (gpu[01-03]).
         environment: the environment variables of the job; by default those of this process.
-        dependency: Slurm's dependency (hpc.slurm.predecessors); empty if the job waits for nothing.
+        dependency: the value of sbatch's --dependency (hpc.slurm.predecessors); empty if the job waits for nothing.
 
     Raises:
         TorchrelayError: sbatch refused the script, or Slurm does not answer.

@@ -34,7 +34,7 @@ from hpc.run.events.resumption import next_resumption, record_resumption, resump
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec, program_of
 from hpc.services.notification.recipients import with_known_names
-from hpc.slurm import handover, squeue
+from hpc.slurm import bad_nodes, handover, squeue
 from hpc.slurm.alive import local_jobs, slurm_jobs
 from hpc.slurm.executor import SlurmExecutor, start_local
 from hpc.slurm.predecessors import redirect_waiting_jobs
@@ -260,7 +260,7 @@ def _start(run: RunDir, spec: RunSpec, number: int, attempt: int, history: Histo
     writer = EventWriter(resumption_file(run, number), attempt)
     old, excluded = history.last_job_id, list[str]()
     if spec.cluster == "slurm":
-        excluded = handover.nodes_to_exclude(run, spec)
+        excluded = bad_nodes.nodes_to_exclude(run, spec)
         job_id = handover.submit_next_job(run, spec, excluded, history.job_ids)
     else:
         job_id = start_local(run)

@@ -19,8 +19,8 @@ from hpc.run.causes import JobState
 from hpc.run.ownership import check_is_own
 from hpc.run.spec import RunSpec
 from hpc.services.notification.delivery import is_due, run_delivery
+from hpc.slurm import bad_nodes, squeue
 from hpc.slurm import client as slurm
-from hpc.slurm import handover, squeue
 from hpc.slurm.squeue import jobs_by_script
 from hpc.supervise.decide import STARTS, Action, Decision, decide
 from hpc.supervise.observe import RunObservation, observe, with_final_states
@@ -104,9 +104,9 @@ def _observed(runs_dir: Path) -> list[RunObservation]:
         if not excluded or all(job.state is not JobState.PENDING for job in one.jobs):
             continue
         spec = RunSpec.load(one.run)
-        if list(excluded) != handover.typed_exclude(spec):
+        if list(excluded) != bad_nodes.typed_exclude(spec):
             # If nodes have gone down since the submission, the pending job can exclude fewer nodes.
-            excludable = handover.nodes_to_exclude(one.run, spec)
+            excludable = bad_nodes.nodes_to_exclude(one.run, spec)
             found[number] = replace(one, excluded=excluded, excludable=excludable)
     return found
 

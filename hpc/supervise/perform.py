@@ -12,8 +12,8 @@ from hpc.run.events.history import History
 from hpc.run.events.kinds import Event, Excluded, Released, Requeued, Resubmitted, Scancelled
 from hpc.run.events.ledger import EventWriter
 from hpc.run.spec import RunSpec
+from hpc.slurm import bad_nodes, handover
 from hpc.slurm import client as slurm
-from hpc.slurm import handover
 from hpc.slurm.predecessors import redirect_waiting_jobs
 from hpc.slurm.squeue import job_state
 from hpc.supervise.decide import STARTS, Action, Decision
@@ -84,7 +84,7 @@ def _release(observed: RunObservation, decision: Decision) -> None:
         _resubmit(observed, decision)
         return
     try:
-        excluded = handover.nodes_to_exclude(observed.run, RunSpec.load(observed.run))
+        excluded = bad_nodes.nodes_to_exclude(observed.run, RunSpec.load(observed.run))
         if set(excluded) != set(observed.excluded):
             _exclude(observed, decision, excluded)
     except TorchrelayError as error:  # the job starts nevertheless
@@ -124,7 +124,7 @@ def _resubmit(observed: RunObservation, decision: Decision) -> None:
         if not handover.claim_next_job(run, observed.attempt, observed.history):
             return
         spec = RunSpec.load(run)
-        excluded = handover.nodes_to_exclude(run, spec)
+        excluded = bad_nodes.nodes_to_exclude(run, spec)
         job_ids = {*(attempt.job_id for attempt in observed.attempts), *([old] if old else [])}
         try:
             new = handover.submit_next_job(run, spec, excluded, job_ids)

@@ -20,7 +20,7 @@ from hpc.run.rundir import RunDir
 from hpc.run.spec import Recovery, Resources, RunSpec
 from hpc.run.spec_file import script_program
 from jobs.node_attempt import NodeAttempt
-from training.config.classifier_flags import ClassifierFlags
+from training.config.classifier_program import ClassifierFlags
 from training.config.train_config import TrainConfig
 
 

@@ -1,7 +1,7 @@
 """Parses the command line of `python -m training` and of programs with the same flags, wherever they run.
 
 Flags also come from YAML files: `--config FILE.yaml`, and recipes (`--recipe NAME`). Ranks that a node agent starts
-get resolved flags (`training.config.classifier_flags`).
+get resolved flags (`training.config.classifier_program`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -107,7 +107,7 @@ def train_words(train: TrainConfig) -> list[str]:
 
 
 def is_from_agent(argv: Sequence[str]) -> bool:
-    """Return whether these arguments of `python -m training` come from `training.config.classifier_flags`."""
+    """Return whether these arguments of `python -m training` come from `training.config.classifier_program`."""
     return "--resolved" in argv
 
 

@@ -2,7 +2,7 @@
 
 Runs on the login node (before anything is queued) and on every rank. Imports neither torch nor torchvision, which take
 seconds and may not be installed on a login node. Ranks that a node agent starts get
-resolved flags (`training.config.classifier_flags`); for ranks started by hand, files may add some
+resolved flags (`training.config.classifier_program`); for ranks started by hand, files may add some
 (`training.config.command_line`).
 """
 

@@ -15,7 +15,7 @@ from signal import SIGKILL
 
 from hpc.base.transport import pick_port
 from hpc.run.spec_file import LIBRARIES
-from training.config.classifier_flags import TORCHVISION
+from training.config.classifier_program import TORCHVISION
 
 _FORKSERVER = multiprocessing.get_context("forkserver")
 _MODULES = (

@@ -32,7 +32,7 @@ from hpc.submissions.answer import show
 from hpc.submissions.new_run import NewRun, start_run
 from hpc.submissions.options import SubmitOptions, with_defaults
 from hpc.submissions.sbatch.sbatch_advice import explain
-from training.config.classifier_flags import ClassifierFlags
+from training.config.classifier_program import ClassifierFlags
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.evaluation_task import EvaluationTask, SplitChoice, choose_split
 from training.config.train_config import TrainConfig

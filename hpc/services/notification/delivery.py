@@ -177,7 +177,7 @@ def _send(recipient: str, title: str, body: str) -> str | None:
 def without_secrets(text: str, address: str) -> str:
     """Return a text without the parts of an address that may be a password: all parts except the scheme.
 
-    Parts of up to three characters, such as `443`, stay, because they occur within other words.
+    Parts of up to three characters, such as `443`, stay: they also occur inside other words, which would be garbled.
     """
     written = [part for part in re.split(r"[/:@?&=,+\s]+", address.partition("://")[2]) if len(part) > 3]
     for part in sorted({*written, *map(unquote, written)}, key=len, reverse=True):

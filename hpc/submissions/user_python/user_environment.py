@@ -57,7 +57,7 @@ def check_use(flag: str, value: Path | str | None, *, trains: bool, stages: bool
 
 
 class FoundPython(NamedTuple):
-    """The Python of a script for which the user has named none."""
+    """The Python that was found for a script, because the user named none."""
 
     path: Path
     words: str

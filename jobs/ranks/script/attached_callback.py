@@ -26,7 +26,7 @@ def attach_callbacks() -> None:
 
 
 def _attach(trainer: ModuleType) -> None:
-    """Add a callback to those of each Trainer. `trainer` is the module of that class."""
+    """Make every Trainer call our callback, too. `trainer` is the module that defines the class."""
     if not {"DEFAULT_CALLBACKS", "TrainerCallback"} <= vars(trainer).keys():
         return  # another version, whose scripts run as they are
 

@@ -11,7 +11,7 @@ from support.events import resources_of, script_spec
 from hpc.run.causes import Cause
 from hpc.run.events.kinds import AttemptEnded, Event, Interrupted, NodeFailed, NodeReturned
 from hpc.run.rundir import RunDir
-from hpc.slurm import bad_nodes, handover
+from hpc.slurm import bad_nodes
 
 
 def learnt(runs: Path, name: str, *events: Event) -> list[str]:
@@ -81,6 +81,6 @@ def test_a_job_avoids_them_if_enough_other_nodes_are_left(tmp_path: Path, slurm_
 
     def excluded(nodes: str) -> list[str]:
         spec = script_spec(resources=resources_of(nodes=nodes))
-        return handover.nodes_to_exclude(RunDir(tmp_path / "new"), spec)
+        return bad_nodes.nodes_to_exclude(RunDir(tmp_path / "new"), spec)
 
     assert [excluded(nodes) for nodes in "123"] == [["gpu02", "gpu01"], ["gpu02"], []]

@@ -237,7 +237,7 @@ def test_next_job_excludes_as_many_of_the_failed_nodes_as_it_can(
     slurm_command("sinfo", "for n in 1 2 3 4; do echo \"gpu0$n|gpu*|idle\"; done; echo 'gpu05|gpu*|down'")
     for node in known:
         bad_nodes.learn(run, NodeFailed(node=node, cause=Cause.BAD_NODE))
-    assert handover.nodes_to_exclude(run, spec_of(nodes="2"), failed) == expected
+    assert bad_nodes.nodes_to_exclude(run, spec_of(nodes="2"), failed) == expected
 
 
 def test_nodes_that_the_user_excludes_are_not_among_those_that_are_left(run: RunDir, slurm_command: Command) -> None:
@@ -246,7 +246,7 @@ def test_nodes_that_the_user_excludes_are_not_among_those_that_are_left(run: Run
     spec = spec_of(nodes="1", partition="big", exclude="gpu0[3-4]")
 
     def excluded(*failed: str) -> list[str]:
-        return handover.nodes_to_exclude(run, spec, failed)
+        return bad_nodes.nodes_to_exclude(run, spec, failed)
 
     assert excluded() == ["gpu0[3-4]"]
     assert excluded("gpu01") == ["gpu0[3-4]", "gpu01"]

@@ -15,7 +15,7 @@ from support.trainings import make_folder, make_idx
 from hpc.base.errors import UserError
 from hpc.base.text import flag
 from jobs.ranks.rank_program import program_argv
-from training.config.classifier_flags import ClassifierFlags
+from training.config.classifier_program import ClassifierFlags
 from training.config.command_line import is_from_agent, rank_options
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.model_names import models_of

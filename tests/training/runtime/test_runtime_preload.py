@@ -19,7 +19,7 @@ for name in ("_cuda_init", "_cuda_getDeviceCount"):
     setattr(torch._C, name, lambda *_: looked.append(1) or 0)
 from training.data import in_memory
 from training.config.train_config import TrainConfig
-from training.config.classifier_flags import ClassifierFlags
+from training.config.classifier_program import ClassifierFlags
 from training.runtime.__main__ import preload
 names = ClassifierFlags(train=TrainConfig(synthetic=True, **json.loads(sys.argv[1]))).as_program().preload
 preload(names)

@@ -144,7 +144,7 @@ class SavedState:
         return self.step, self._position.epoch
 
     def stops(self) -> bool:
-        """Return whether the script may stop now. After a rank got a signal, all ranks call this, until it is True."""
+        """Return whether the script may stop now. After a signal to one rank, all must call this until it is True."""
         self._stops = self._stops or self._is_complete()
         return self._stops
 

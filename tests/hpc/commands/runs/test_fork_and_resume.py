@@ -16,7 +16,7 @@ from hpc.base.files import read_json_lines
 from hpc.programs.program_kinds import program_of_run
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
-from training.config.classifier_flags import ClassifierFlags
+from training.config.classifier_program import ClassifierFlags
 from training.config.train_config import TrainConfig
 
 pytestmark = pytest.mark.timeout(400)

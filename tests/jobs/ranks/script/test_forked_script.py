@@ -19,7 +19,7 @@ from jobs.ranks.torchrun import PROCESS_WRAPPER
 # As torchrun does it: modules of ours are imported, multiprocessing forks the wrapper, which forks the rank.
 TORCHRUN = """
 import importlib, multiprocessing, os, runpy, signal, sys
-import numpy, hpc.base.files, training.config.classifier_flags
+import numpy, hpc.base.files, training.config.classifier_program
 for name in filter(None, os.environ["PRELOAD"].split(",")):
     importlib.import_module(name)
 sys.path.remove({root!r})

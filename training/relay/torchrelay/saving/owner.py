@@ -33,7 +33,7 @@ class Owner:
         """Called before a checkpoint, whose files are written, is published."""
 
     def snapshot_saved(self, step: int, node_bytes: int) -> None:
-        """Called on rank 0 when its node has a snapshot. All snapshots take `node_bytes` of its node's memory."""
+        """Called on rank 0 when its node has a snapshot. The snapshots of its node take `node_bytes` together."""
         progress_files.snapshot(step, node_bytes)
         if not self._has_said_size:
             self._has_said_size = True

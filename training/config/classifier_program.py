@@ -1,4 +1,4 @@
-"""The image classifier as the launcher sees it: its flags, its data, and the program that node agents run for it.
+"""The image classifier as a program of the launcher. Its flags are the fields of `TrainConfig` (train_config.py).
 
 Runs on the login node; does not import torch.
 """
