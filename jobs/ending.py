@@ -388,6 +388,7 @@ def record_end(node: NodeAttempt, ended: AttemptEnded) -> bool:
         is_first = await_storage(node.run, lambda: False, record) if ended.cause is Cause.COMPLETED else record()
     except OSError as error:
         log(f"the end of the attempt could not be recorded: {error}")
+        node.unrecorded_ends.append(ended)
         is_first = node.allocation.node_rank <= 1
     if is_first:
         node.share(ended)

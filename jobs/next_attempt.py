@@ -49,7 +49,7 @@ def start_next_attempt(node: NodeAttempt, nodes: LostNodes) -> bool:
     dead = set(nodes.lost) - set(nodes.alive)
     avoid = [*nodes.lost, *nodes.bad]
     why_new = f"{', '.join(nodes.lost)} lost" if nodes.lost else _why_new_job(node)
-    claim = cache(lambda: handover.claim_next_job(node.run, node.attempt.attempt, node.history()))
+    claim = cache(partial(_claim, node))
     requeue, submit, end_first = "requeue this job", "accept a new job", "accept a new job after the end of this one"
     ways = {
         requeue: partial(_requeue, node, avoid),
@@ -92,11 +92,21 @@ def replace_requeued_job(node: NodeAttempt, nodes: LostNodes) -> None:
     """Submit a new job if it may start sooner than this one, which Slurm itself requeues after its end."""
     why = _why_new_job(node)
     try:
-        if why and handover.claim_next_job(node.run, node.attempt.attempt, node.history()):
+        if why and _claim(node):
             _resubmit(node, [*nodes.lost, *nodes.bad], why)
     except (TorchrelayError, OSError) as error:
         log(f"the run continues when Slurm starts this job again, because Slurm accepts no new job: {error}")
         node.record(Requeued(job_id=node.allocation.job_id))
+
+
+def _claim(node: NodeAttempt) -> bool:
+    """Claim the next job. Returns False if another process continues the run, or if it may not restart after all."""
+    for ended in node.unrecorded_ends:  # without this record, the next job would take the attempt for one that runs
+        handover.record_end(node.run, ended)
+    history = node.history()
+    if node.unrecorded_ends and not history.may_restart:
+        return False
+    return handover.claim_next_job(node.run, node.attempt.attempt, history)
 
 
 def _why_new_job(node: NodeAttempt) -> str | None:

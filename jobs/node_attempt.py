@@ -25,7 +25,7 @@ from hpc.base.text import visible
 from hpc.run.events import ledger
 from hpc.run.events.attempts import Attempt
 from hpc.run.events.history import History
-from hpc.run.events.kinds import Claimed, Event
+from hpc.run.events.kinds import AttemptEnded, Claimed, Event
 from hpc.run.events.ledger import EventWriter
 from hpc.run.nodedir import stage_dir_on_node
 from hpc.run.ownership import check_is_own
@@ -168,6 +168,8 @@ class NodeAttempt:
     storage: SharedStorage = field(default_factory=SharedStorage)
     has_unsaved_snapshot: threading.Event = field(default_factory=threading.Event)
     """Set if the newest snapshot could not be saved, and so exists only in this node's memory."""
+    unrecorded_ends: list[AttemptEnded] = field(default_factory=list)
+    """The end of the attempt if it could not be recorded, for example because the disk was full."""
 
     @property
     def host(self) -> str:

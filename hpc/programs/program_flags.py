@@ -88,6 +88,10 @@ class ProgramFlags(ABC):
         """Return the program with these flags."""
 
     @abstractmethod
+    def check_installed(self) -> None:
+        """Raise UserError if packages that the program needs on this machine are not installed."""
+
+    @abstractmethod
     def resolve(self) -> ResolvedProgram:
         """Check the flags as far as possible on this machine. Raises UserError at the first mistake."""
 

@@ -25,7 +25,11 @@ _NOT_COMMON = {"name", "runs-dir", "config", "dry-run", "wait", "help-all", "jso
 
 
 def common(options: SubmitOptions, code: UserCode) -> dict[str, Any]:
-    """Return the fields of a GroupSpec but `parallel`, with the user's defaults and files as they are now."""
+    """Return the fields of a GroupSpec but `parallel`, with the user's defaults and files as they are now.
+
+    Raises UserError if the program is not installed: a group without it would have no run.
+    """
+    options.program.check_installed()
     # The runs of the group would look for these names in the group's directory, so replace them by paths.
     after, after_ok = (
         tuple(str(cli.find_run(name, options.runs_dir).path) for name in names)

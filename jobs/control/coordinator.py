@@ -403,7 +403,8 @@ class Coordinator:
         directive = view.directive
         if self._stop:
             phases = {status.phase for node_rank, status in view.statuses.items() if node_rank not in view.lost}
-            if Phase.RUNNING not in phases:
+            # Ranks cannot save together with a bad node: torchrun would restart them until Slurm kills the job.
+            if Phase.RUNNING not in phases or self.bad_nodes & {*directive.members}:
                 self._end()
             return
         if self._node.attempt.start_once and directive.members and not directive.preflight:

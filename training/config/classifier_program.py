@@ -97,9 +97,13 @@ class ClassifierFlags(_OfSubmission, ProgramFlags):
             writes_result=True,
         )
 
+    def check_installed(self) -> None:
+        """Raise UserError if the packages of the classifier are not installed."""
+        need_classifier("a training without a script")
+
     def resolve(self) -> ResolvedProgram:
         """Check the model, the weights and the data. Raises UserError at the first mistake."""
-        need_classifier("a training without a script")
+        self.check_installed()
         train = self.train
         check_model(train.model)
         data = data_checks.training_data(train)
