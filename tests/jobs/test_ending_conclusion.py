@@ -1,5 +1,6 @@
 """What the first node's agent records when an attempt ends, and whether and where the run goes on; without Slurm."""
 
+import errno
 import time
 from typing import Any, Literal
 
@@ -29,6 +30,24 @@ def test_run_continues_in_a_new_job_if_slurm_would_hold_the_old_one(
     [resubmitted] = stopped.node.history().of(Resubmitted)
     assert (resubmitted.job_id, resubmitted.old_job_id) == ("8", "7")
     assert resubmitted.detail == "Slurm holds a requeued job for 120 s"
+
+
+def test_end_that_a_full_disk_kept_back_is_recorded_before_the_next_job(
+    ended: EndedAttemptMaker, slurm: AnsweringSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the record, the next job would take the attempt for one that runs."""
+    stopped, record, errors = ended(), ending.handover.record_end, [OSError(errno.ENOSPC, "No space left on device")]
+
+    def record_unless_full(*arguments: Any) -> bool:
+        if errors:
+            raise errors.pop()
+        return record(*arguments)
+
+    monkeypatch.setattr(ending.handover, "record_end", record_unless_full)
+    slurm.says_of_job(RUNNING, requeue_delay=120)
+    stopped.stop.handle(STOP_SIGNALS[0], None)
+    assert stopped.conclude() == 0
+    assert (stopped.end["cause"], slurm.asked) == ("time_limit", ["sbatch --parsable", "scancel 7"])
 
 
 @pytest.mark.parametrize(("way", "asked"), [("requeue", "scontrol requeue"), ("job", "sbatch --parsable")])

@@ -274,6 +274,12 @@ KNOWN = {
         Fault(at=0.1, after=_STARTS, kind="kill-script"), Fault(at=20.0, after=_STARTS, kind="cancel"),
         next_run="after",
     ),
+    "the job of a bad node is preempted": _plan(
+        Fault(at=10.0, after=_TRAINS, kind="device", host="gpu01"),
+        Fault(at=2.5, after="fails: device", kind="preempt"),
+        nodes="1", configuration={"preempt_mode": "CANCEL", "grace_seconds": 0.0, "kill_wait": 5.0}, is_script=False,
+        has_supervisor=True, training=replace(_TRAINING, checkpoint_steps=1000),
+    ),
     "a run must be complete before another one, whose agents are killed": _plan(
         Fault(at=10.0, after=_TRAINS, kind="cancel"), Fault(at=0.1, after="job 2 starts", kind="preempt"),
         next_run="after_ok",

@@ -1,6 +1,7 @@
 """What the coordinator makes of failures: which it records, which end the attempt, and whom it leaves out."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -21,6 +22,12 @@ from jobs.control.messages import Phase
 from jobs.stop_request import STOP_SIGNALS
 
 # --- lost nodes ---
+
+
+@pytest.fixture(autouse=True)
+def no_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Another test may have a Slurm with idle nodes, for which a silent node would be waited for less."""
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
 
 
 def test_lost_member_is_an_interruption_and_the_others_go_on(attempt: AttemptMaker) -> None:
