@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import sysconfig
 import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from support.cluster import ROOT, Run, Site, add_script, site_without_slurm
+from support.fake_slurm import write_programs
 
 from hpc.run.rundir import RunDir
 from hpc.slurm.alive import local_jobs
@@ -99,6 +101,16 @@ def test_own_script_prints_what_it_shows() -> None:
         run.wait("the end of the run", lambda: not local_jobs(run.directory))
 
 
+# Stands for a `uv tool install` that has downloaded the packages: the nodes of the tests have no network.
+UV = """
+[ "$1 $2" = "tool install" ] || exit 2
+tool="$HOME/.local/share/uv/tools/torchrelay"
+{python} -m venv "$tool"
+echo "import sys; sys.path.insert(0, '{packages}')" > "$(echo "$tool"/lib/python3.*/site-packages)/installed.pth"
+{uv} pip install --quiet --offline --no-deps --no-build-isolation --python "$tool/bin/python" "$3"
+mkdir -p "$HOME/.local/bin"
+ln -s "$tool/bin/hpc" "$HOME/.local/bin/hpc"
+"""
 # What README's loop does not show. The first attempt trains until it is interrupted, the next two epochs more.
 AROUND = """
 import os, sys, time
@@ -168,17 +180,12 @@ class Newcomer:
 
     def type(self, text: str, directory: Path) -> str:
         """Type lines of bash, each of which must succeed. Returns what they print."""
-        path = f"{self.home}/.local/bin:{Path(sys.executable).parent}:{os.environ['PATH']}"
+        path = f"{self.home}/.local/bin:{self.home}/programs:{Path(sys.executable).parent}:{os.environ['PATH']}"
         settings = {"SLURM_CONF": self.site.slurm_conf, "HOME": str(self.home), "PATH": path, "COLUMNS": "160"}
-        # The packages that the installation of this checkout has left in uv's cache.
-        cache = subprocess.run(
-            [Path(sys.executable).parent / "uv", "cache", "dir"], capture_output=True, text=True, check=True
-        ).stdout.strip()
-        uv = {"UV_OFFLINE": "1", "UV_CACHE_DIR": cache, "UV_CONSTRAINT": str(ROOT / "requirements.lock")}
         keyboard, terminal = os.openpty()
         os.write(keyboard, b"y\n")
         done = subprocess.run(
-            ["bash", "-ec", text], cwd=directory, env={**os.environ, **settings, **uv}, stdin=terminal,
+            ["bash", "-ec", text], cwd=directory, env={**os.environ, **settings}, stdin=terminal,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=500,
         )  # fmt: skip
         os.close(keyboard)
@@ -200,6 +207,8 @@ def newcomer(site: Site) -> Newcomer:
 
 def install(person: Newcomer) -> None:
     """Do what README's section Install says."""
+    uv, packages = Path(sys.executable).with_name("uv"), sysconfig.get_path("purelib")
+    write_programs(person.home / "programs", uv=UV.format(python=sys.executable, uv=uv, packages=packages))
     block = "\n".join(block_with(ROOT / "README.md", "git+URL"))
     printed = person.type(block.replace("git+URL", f"git+file://{ROOT}"), person.home)
     assert re.search(r"problems?, \d+ notes?$", printed, re.MULTILINE), printed
