@@ -1,19 +1,9 @@
-"""Fashion-MNIST in the forms that benchmarks need: unpacked, or its first images alone."""
+"""The first images of Fashion-MNIST, for benchmarks that need no more."""
 
 import gzip
 from pathlib import Path
 
-from training.config.dataset_layout import FASHION_MNIST_DIRECTORY
-
 _PIXELS = 28 * 28
-
-
-def unpack(target: Path) -> Path:
-    """Write the files of Debian's package uncompressed into a new directory, and return it."""
-    target.mkdir()
-    for source in FASHION_MNIST_DIRECTORY.glob("*.gz"):
-        (target / source.stem).write_bytes(gzip.decompress(source.read_bytes()))
-    return target
 
 
 def write_first(source: Path, target: Path, **counts: int) -> Path:

@@ -114,9 +114,9 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def medians(samples: Sequence[Sample], digits: int = 2, unit: str = "") -> dict[str, float]:
+def medians(samples: Sequence[Sample], digits: int = 2) -> dict[str, float]:
     """Return the median of each number."""
-    return {f"{name}{unit}": round(median(each[name] for each in samples), digits) for name in samples[0]}
+    return {name: round(median(each[name] for each in samples), digits) for name in samples[0]}
 
 
 def spread(values: Sequence[float], digits: int = 2, unit: str = "") -> dict[str, float]:
@@ -131,13 +131,15 @@ def table(rows: Sequence[Row]) -> str:
         for name in dict.fromkeys(name for row in rows for name in row)
         if not any(isinstance(row.get(name), (list, dict)) for row in rows)
     ]
-    numbers = {name for name in columns if all(isinstance(row.get(name), (int, float, type(None))) for row in rows)}
-    lines = [
-        " | ".join(name.replace("_", " ") for name in columns),
-        "|".join("--:" if name in numbers else "---" for name in columns),
-        *(" | ".join("" if row.get(name) is None else f"{row[name]}" for name in columns) for row in rows),
-    ]
-    return "\n".join(f"|{line}|" if set(line) <= set("-:|") else f"| {line} |" for line in lines)
+    numbers = [all(isinstance(row.get(name), (int, float, type(None))) for row in rows) for name in columns]
+    cells = [["" if row.get(name) is None else row[name] for name in columns] for row in rows]
+    return markdown([name.replace("_", " ") for name in columns], cells, numbers)
+
+
+def markdown(columns: Sequence[str], rows: Iterable[Iterable[object]], numbers: Iterable[bool]) -> str:
+    """Return a table in Markdown. `numbers` says of each column whether it has numbers, which end at its right."""
+    lines = [columns, ["--:" if has_numbers else "---" for has_numbers in numbers], *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 def processor() -> str:

@@ -3,8 +3,8 @@
     .venv/bin/python -m benchmarks.host
 
 Where a GPU computes fast, the host decides the speed: each operation that torch dispatches costs it some microseconds.
-Images have 8 pixels and a batch has 2 of them, so a step on a CPU takes about as long as its host would need with a
-GPU. Counted are the operations of a step; measured is the CPU time of the thread that trains, in turns.
+Images have 8 or 32 pixels and a batch has 2 of them, so the host's work is a large part of a step on a CPU. Counted are
+the operations of a step; measured is the CPU time of the thread that trains, in turns.
 """
 
 import tempfile
@@ -22,11 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.harness import Findings, Flags, Row, Sample, benchmark, medians, take_turns
 from benchmarks.speed.loops import Case, hand_written
 from benchmarks.speed.our_loop import ours
-from training.runtime.process_group import connect
+from training.runtime.process_group import connect, disconnect
 from training.runtime.run_context import rank_info_from
 
 _WARM_UP_STEPS = 8
-MODELS = ("small-cnn", "resnet18", "resnet50")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +36,7 @@ class Options(Flags):
     """Turns of each loop."""
     steps: int = 40
     """Steps of each turn."""
-    models: tuple[str, ...] = MODELS
+    models: tuple[str, ...] = ("small-cnn", "resnet18", "resnet50")
     """Models to train."""
 
 
@@ -106,6 +105,7 @@ def measure(options: Options) -> Findings:
                 "hand-written": hand_written(case, group.device), "ours": ours(case, group, Path(directory) / model)
             }  # fmt: skip
             rows += compare(options, model, loops)
+    disconnect()
     return Findings(tables={"rows": rows})
 
 

@@ -8,7 +8,7 @@ hand. They take turns, so that a machine which slows down does so for all of the
 
 - the start: from the accepted job until all ranks have done a step;
 - images a second, in steps without a wait;
-- the CPU time of a step, of all processes of the job: it shows a difference of 1 %, which images a second do not;
+- the CPU time of a step, of all processes of the job;
 - the memory of the job's processes on a node (PSS), without shared memory, which has the snapshots.
 """
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from benchmarks.harness import Findings, RivalFlags, Row, Sample, benchmark, medians, spread, take_turns
+from benchmarks.harness import Findings, Flags, Row, Sample, benchmark, medians, spread, take_turns
 from benchmarks.hpc_commands import testbed
 from benchmarks.processes import cpu_seconds, memory_bytes, naming
 from benchmarks.recovery.contenders import CONTENDERS, NODES, Contender, Workload
@@ -33,7 +33,7 @@ _KINDS = ("plain", "unchanged", "ours")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(RivalFlags):
+class Options(Flags):
     """How much to measure."""
 
     turns: int = 5

@@ -9,14 +9,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.harness import RESULTS, ROOT
+from benchmarks.harness import RESULTS, ROOT, Row, markdown
+from benchmarks.recovery.contenders import CLASSIFIER_TITLE as CLASSIFIER
+from benchmarks.recovery.contenders import CONTENDERS
 
-Row = Mapping[str, Any]
 PAGES = ("README.md", "docs/explanation/performance.md", "docs/explanation/recovery.md", "docs/how-to/own-script.md")
 _TABLE = re.compile(r"(<!-- table: ([a-z ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
-SCRIPT, UNCHANGED, CLASSIFIER = "script with torchrelay", "unchanged script", "built-in classifier"
-SUBMITIT, SPARE = "submitit + torchrun", "script with torchrelay, spare node"
+SCRIPT, UNCHANGED, SPARE, SUBMITIT = (CONTENDERS[key].title for key in ("ours", "unchanged", "spare", "submitit"))
 _FAILURES = {
     "worker killed": "a process is killed", "hung": "a process hangs", "node killed": "a node dies",
     "first node killed": "the first node dies", "preempted": "preemption, 20 s of notice",
@@ -32,11 +32,9 @@ def result(name: str) -> dict[str, Any]:
     return dict(json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")))
 
 
-def markdown(columns: Sequence[str], rows: Sequence[Sequence[object]], numbers: int = 99) -> str:
-    """Return a table whose last `numbers` columns are aligned to the right, but not the first."""
-    aligned = ["--:" if index and index >= len(columns) - numbers else "---" for index in range(len(columns))]
-    lines = [" | ".join(columns), " | ".join(aligned), *(" | ".join(map(str, row)) for row in rows)]
-    return "\n".join(f"| {line} |" for line in lines)
+def _table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, words: bool = False) -> str:
+    """Return a table in Markdown whose first column has words, and the others numbers unless `words`."""
+    return markdown(columns, rows, [index > 0 and not words for index in range(len(columns))])
 
 
 def _number(value: float) -> str:
@@ -54,7 +52,7 @@ def machines() -> str:
     python = f"{first['cores']} cores, {first['memory_gib']} GB, {first['slurm'].removeprefix('slurm-wlm ')}"
     words = f"Slurm {python.rpartition(' ')[2]}, Python {first['python']}, torch {first['torch']}"
     head = f"{first['cores']} cores, {first['memory_gib']} GB of memory, Debian 12, {words}, on the CPU."
-    return f"{head}\n\n{markdown(('section', 'script', 'processor', 'date', 'commit'), rows, 0)}"
+    return f"{head}\n\n{_table(('section', 'script', 'processor', 'date', 'commit'), rows, words=True)}"
 
 
 def _costs() -> dict[tuple[str, str], Row]:
@@ -76,9 +74,7 @@ def recovery() -> str:
     contenders = (SCRIPT, UNCHANGED, CLASSIFIER, SUBMITIT, "ft_launcher", "Lightning", "torchx")
     rows = [[words, *(_cell(costs.get((kind, name))) for name in contenders)] for kind, words in _FAILURES.items()]
     spare = costs.get(("node killed", SPARE))
-    return markdown(
-        ("seconds lost", *contenders), [*rows, ["a node dies, with a spare", _cell(spare), *["-"] * 6]], len(contenders)
-    )
+    return _table(("seconds lost", *contenders), [*rows, ["a node dies, with a spare", _cell(spare), *["-"] * 6]])
 
 
 def repetitions() -> str:
@@ -92,7 +88,7 @@ def first_screen() -> str:
     costs, kinds = _costs(), ("worker killed", "node killed", "preempted")
     contenders = {SUBMITIT: SUBMITIT, UNCHANGED: "Torchrelay, step 1", SCRIPT: "Torchrelay, step 2"}
     rows = [[_FAILURES[kind], *(f"{costs[kind, name]['cost_s']:.0f}" for name in contenders)] for kind in kinds]
-    return markdown(("seconds lost (standstill + repeated steps)", *contenders.values()), rows)
+    return _table(("seconds lost (standstill + repeated steps)", *contenders.values()), rows)
 
 
 def own_recovery() -> str:
@@ -109,7 +105,7 @@ def own_recovery() -> str:
             row = costs.get((kind, name))
             cells += [_number(row["seconds"]), f"{row['steps_lost']} ({row['work_lost_s']} s)"] if row else ["-", "-"]
         rows.append([words, *cells])
-    return markdown(columns, rows)
+    return _table(columns, rows)
 
 
 def storm() -> str:
@@ -118,7 +114,7 @@ def storm() -> str:
     keys = (
         "contender", "without_failures_s", "in_the_storm_s", "complete", "steps", "recomputed", "failures", "goodput",
     )  # fmt: skip
-    return markdown(columns, [[row[key] for key in keys] for row in result("storm")["rows"]])
+    return _table(columns, [[row[key] for key in keys] for row in result("storm")["rows"]])
 
 
 def overhead() -> str:
@@ -134,7 +130,7 @@ def overhead() -> str:
     ]  # fmt: skip
     [torch] = found["import"]
     note = f"The import of torch alone takes {torch['import of torch, s']:.1f} s."
-    return f"{markdown(('training', 'start, s (range)', *numbers), rows)}\n\n{note}"
+    return f"{_table(('training', 'start, s (range)', *numbers), rows)}\n\n{note}"
 
 
 def speed() -> str:
@@ -148,8 +144,8 @@ def speed() -> str:
         row = by_case.get((*case, loop))
         return f"{row['images_per_second']:,.0f} ({row['by_hand_written']:.2f}), {row['mib']}" if row else "-"
 
-    names = {"ours": "Torchrelay", "torchvision": "torchvision's style", **result("speed").get("names", {})}
-    return markdown(
+    names = {"ours": "Torchrelay", "torchvision": "torchvision's style"}
+    return _table(
         ("loop", *(", ".join(case) for case in cases)),
         [[names.get(loop, loop), *(cell(case, loop) for case in cases)] for loop in loops],
     )
@@ -170,7 +166,7 @@ def snapshots() -> str:
         stalls = [_number(each["stall_ms"]) for each in (script, rival)]
         name = model if ranks == 1 else f"{model}, {ranks} nodes"
         table.append([name, f"{script['rank_mb']:,.1f}", f"{script['copy_ms']:.1f}", *costs, *stalls])
-    return markdown(columns, table)
+    return _table(columns, table)
 
 
 def step_counter() -> str:
@@ -187,7 +183,7 @@ def commands() -> str:
          row["peak memory, MB"]]
         for row in result("commands")["rows"]
     ]  # fmt: skip
-    return markdown(("command", "median, s", "CPU, s", "peak memory, MB"), rows)
+    return _table(("command", "median, s", "CPU, s", "peak memory, MB"), rows)
 
 
 TABLES: Mapping[str, Callable[[], str]] = {

@@ -29,11 +29,11 @@ from benchmarks.harness import Findings, RivalFlags, Row, benchmark
 from benchmarks.hpc_commands import hpc
 from benchmarks.recovery import failures
 from benchmarks.recovery.comparison import Lane, Outcome, Setting, play
-from benchmarks.recovery.contenders import CONTENDERS, NODES, Contender, Workload, versions_of
+from benchmarks.recovery.contenders import CLASSIFIER_TITLE, CONTENDERS, NODES, Contender, Workload, versions_of
 from benchmarks.recovery.rivals.step_log import Recovery
 
 WORKER_KILLED = "worker killed"
-CLASSIFIER, CLASSIFIER_TITLE = "classifier", "built-in classifier"
+CLASSIFIER = "classifier"
 # What `hpc drill` calls the failures.
 _DRILLS = {
     WORKER_KILLED: "worker-kill", "node killed": "node-kill", "first node killed": "node-kill", "preempted": "preempt",

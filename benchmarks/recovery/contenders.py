@@ -19,6 +19,8 @@ from training.config.dataset_layout import FASHION_MNIST_DIRECTORY
 
 SCRIPTS = Path(__file__).parent / "rivals"
 NODES = 2
+CLASSIFIER_TITLE = "built-in classifier"
+"""The built-in classifier, which `hpc drill` measures."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,27 +189,30 @@ def _submit_lightning(training: Training) -> str:
     return _sbatch(training, f"srun --cpus-per-task=1 {' '.join(map(str, words))}", "--signal=SIGUSR1@90")
 
 
+_HEAD = 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
+_RENDEZVOUS = (
+    f"--nnodes={NODES}", "--nproc-per-node=1", "--rdzv-backend=c10d", '--rdzv-endpoint="$head:29500"',
+    '--rdzv-id="$SLURM_JOB_ID"',
+)  # fmt: skip
+
+
 def _submit_ft_launcher(training: Training) -> str:
     launcher = training.workload.rivals.with_name("ft_launcher")
     words: list[str | Path] = [
-        launcher, f"--nnodes={NODES}", "--nproc-per-node=1", "--rdzv-backend=c10d", '--rdzv-endpoint="$head:29500"',
-        '--rdzv-id="$SLURM_JOB_ID"', "--max-restarts=100", "--ft-initial-rank-heartbeat-timeout=120",
+        launcher, *_RENDEZVOUS, "--max-restarts=100", "--ft-initial-rank-heartbeat-timeout=120",
         "--ft-rank-heartbeat-timeout=10", SCRIPTS / "ft_ddp.py", *training.workload.flags(training.output),
     ]  # fmt: skip
-    head = 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
     # NeMo-Run's template for it ends likewise.
     again = ' || scontrol requeue "$SLURM_JOB_ID"'
-    return _sbatch(training, f"{head}srun --cpus-per-task=1 {' '.join(map(str, words))}{again}")
+    return _sbatch(training, f"{_HEAD}srun --cpus-per-task=1 {' '.join(map(str, words))}{again}")
 
 
 def _submit_torchrun(training: Training) -> str:
     words: list[str | Path] = [
-        training.workload.rivals, "-m torch.distributed.run", f"--nnodes={NODES}", "--nproc-per-node=1",
-        "--rdzv-backend=c10d", '--rdzv-endpoint="$head:29500"', '--rdzv-id="$SLURM_JOB_ID"',
-        SCRIPTS / "torchrun_ddp.py", *training.workload.flags(training.output),
+        training.workload.rivals, "-m torch.distributed.run", *_RENDEZVOUS, SCRIPTS / "torchrun_ddp.py",
+        *training.workload.flags(training.output),
     ]  # fmt: skip
-    head = 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
-    return _sbatch(training, f"{head}srun --cpus-per-task=1 {' '.join(map(str, words))}")
+    return _sbatch(training, f"{_HEAD}srun --cpus-per-task=1 {' '.join(map(str, words))}")
 
 
 def _last_word(command: Sequence[str | Path]) -> str:

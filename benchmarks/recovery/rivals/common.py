@@ -11,12 +11,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 SIZE = 28
-_RESNET_SIZE = 32
-SMALL_CNN = "small-cnn"
 
 
 def arguments() -> argparse.Namespace:
@@ -28,34 +25,18 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=128, help="of all ranks together")
     parser.add_argument("--wait", type=float, default=0.0, help="seconds of each step beside the network")
     parser.add_argument("--epochs", type=int, default=100_000)
-    parser.add_argument("--model", default=SMALL_CNN, help="small-cnn, or a name of torchvision's: 32 pixels, in color")
-    parser.add_argument("--classes", type=int, default=10)
-    parser.add_argument("--save-every", type=int, help="steps (default: an epoch)")
-    parser.add_argument("--bf16", action="store_true", help="compress the gradients")
     parsed = parser.parse_args()
     parsed.output.mkdir(parents=True, exist_ok=True)
     return parsed
 
 
-class Enlarged(nn.Module):
-    """Enlarges images of one channel, and repeats them in three."""
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Return images that torchvision's models take."""
-        return functional.interpolate(images.expand(-1, 3, -1, -1), size=_RESNET_SIZE, mode="bilinear")
-
-
-def network(model: str = SMALL_CNN, classes: int = 10) -> nn.Module:
-    """Make a model of torchvision's, or the layers of our `small-cnn` for 28 x 28 pixels: 106,000 weights."""
+def network() -> nn.Module:
+    """Make the layers of our `small-cnn` for 28 x 28 pixels: 106,000 weights."""
     torch.manual_seed(0)
-    if model != SMALL_CNN:
-        from torchvision.models import get_model  # noqa: PLC0415  # half a second that small-cnn does not need
-
-        return nn.Sequential(Enlarged(), get_model(model, num_classes=classes))
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1), nn.MaxPool2d(2), nn.ReLU(),
         nn.Conv2d(16, 32, 3, padding=1), nn.MaxPool2d(2), nn.ReLU(),
-        nn.Flatten(), nn.Linear(32 * 7 * 7, 64), nn.ReLU(), nn.Linear(64, classes),
+        nn.Flatten(), nn.Linear(32 * 7 * 7, 64), nn.ReLU(), nn.Linear(64, 10),
     )  # fmt: skip
 
 

@@ -34,18 +34,17 @@ class StepLog:
     A line is one write of a few bytes at the end of a file on the same machine, which is not torn by another writer.
     """
 
-    def __init__(self, path: Path, rank: int, step: int, **times: float) -> None:
+    def __init__(self, path: Path, rank: int, step: int) -> None:
         """Log a start.
 
         Args:
             path: the file, which all ranks share.
             rank: the number of this rank.
             step: the step of the state with which it begins.
-            times: when this process passed other points before.
         """
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         self._rank, self._has_stepped = rank, False
-        self._write(event="start", rank=rank, host=socket.gethostname(), step=step, **times)
+        self._write(event="start", rank=rank, host=socket.gethostname(), step=step)
 
     def step(self, step: int) -> None:
         """Log that the optimizer has made a step; steps are counted from 1."""

@@ -5,12 +5,8 @@ loads the file, if it is there, when it starts. Saved under a temporary name tha
 the failure would be the rival's end.
 """
 
-import time
-
-if __name__ == "__main__":
-    BEGAN = time.time()
-
 import argparse
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +14,6 @@ import torch
 from common import arguments, images_of, network, optimizer_of
 from step_log import StepLog
 from torch import distributed, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -31,17 +26,14 @@ def save(path: Path, model: DistributedDataParallel, optimizer: torch.optim.Opti
     temporary.rename(path)
 
 
-def train(args: argparse.Namespace, after_step: Callable[[], object] = lambda: None, **times: float) -> None:
-    """Train; `after_step` is called after each step, and the step log has the `times`."""
+def train(args: argparse.Namespace, after_step: Callable[[], object] = lambda: None) -> None:
+    """Train; `after_step` is called after each step."""
     distributed.init_process_group("gloo")
-    times["connected"] = time.time()
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
     data = images_of(args.data, args.images)
     sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(data)
     loader = DataLoader(data, batch_size=args.batch_size // ranks, sampler=sampler, drop_last=True)
-    model = DistributedDataParallel(network(args.model, args.classes))
-    if args.bf16:
-        model.register_comm_hook(None, bf16_compress_hook)
+    model = DistributedDataParallel(network())
     optimizer, loss_of = optimizer_of(model), nn.CrossEntropyLoss()
     path, step = args.output / "checkpoint.pt", 0
     if path.exists():
@@ -49,7 +41,7 @@ def train(args: argparse.Namespace, after_step: Callable[[], object] = lambda: N
         model.module.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         step = state["step"]
-    log = StepLog(args.output / "steps.jsonl", rank, step, **times)
+    log = StepLog(args.output / "steps.jsonl", rank, step)
     while step < args.epochs * len(loader):
         sampler.set_epoch(step // len(loader))
         for images, labels in loader:
@@ -60,12 +52,11 @@ def train(args: argparse.Namespace, after_step: Callable[[], object] = lambda: N
             step += 1
             log.step(step)
             after_step()
-            if rank == 0 and step % (args.save_every or len(loader)) == 0:
+            if rank == 0 and step % len(loader) == 0:
                 save(path, model, optimizer, step)
     log.end()
     distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    IMPORTED = time.time()
-    train(arguments(), began=BEGAN, imported=IMPORTED)
+    train(arguments())

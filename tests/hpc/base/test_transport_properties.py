@@ -33,15 +33,17 @@ properties = settings(max_examples=60, deadline=None, derandomize=True)
 
 
 class Wire(Connection):
-    """A connection whose bytes are kept instead of sent, once `frames` is a list."""
+    """A connection that remembers what it has sent, and may keep it back."""
 
-    frames: list[bytes] | None = None
+    def __init__(self, connected: socket.socket, limits: Limits) -> None:
+        super().__init__(connected, limits)
+        self.sent = list[bytes]()
+        self.keeps = False
 
     def send_bytes(self, content: bytes) -> None:
-        if self.frames is None:
+        self.sent.append(content)
+        if not self.keeps:
             super().send_bytes(content)
-        else:
-            self.frames.append(content)
 
 
 @contextmanager
@@ -60,11 +62,11 @@ def ends() -> Iterator[tuple[Wire, Connection]]:
 
 def frames_of(client: Wire, messages: Sequence[dict[str, Any]]) -> list[bytes]:
     """The bytes of each message."""
-    client.frames = []
+    before, client.keeps = len(client.sent), True
     for message in messages:
         client.send(message)
-    frames, client.frames = client.frames, None
-    return frames
+    client.keeps = False
+    return client.sent[before:]
 
 
 def received(client: Wire, server: Connection, content: bytes) -> list[dict[str, Any]]:
@@ -156,21 +158,7 @@ def test_bytes_without_the_secret_reach_no_parser(content: bytes) -> None:
 def test_the_bytes_of_a_session_stay_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes with different versions of Torchrelay must understand each other: these bytes are the protocol."""
     monkeypatch.setattr(secrets, "token_bytes", lambda count: bytes(range(count)))
-    sent = list[bytes]()
-
-    class Recorder(Connection):
-        def send_bytes(self, content: bytes) -> None:
-            sent.append(content)
-            super().send_bytes(content)
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        client = Recorder(socket.create_connection(listener.getsockname()), LIMITS)
-        server = Connection(listener.accept()[0], LIMITS)
-    with client, server:
-        thread = threading.Thread(target=server.handshake, args=(SECRET, PURPOSE), kwargs={"is_server": True})
-        thread.start()
-        client.handshake(SECRET, PURPOSE, is_server=False)
-        thread.join()
+    with ends() as (client, _):
         client.send({"step": 7})
         client.send({})
-    assert [content.hex() for content in sent] == VECTORS
+        assert [content.hex() for content in client.sent] == VECTORS
