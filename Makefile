@@ -42,7 +42,7 @@ drill: $(READY)
 
 # Makes the tables of docs/explanation/performance.md. It takes about 3 hours on two idle cores (QUICK=1: a small form, 15
 # minutes), and takes down the running testbed.
-BENCHMARKS := recovery storm overhead speed host snapshots step_counter commands
+BENCHMARKS := recovery drill storm overhead speed host snapshots step_counter commands
 QUICK :=
 RIVALS := rivals/ready
 

@@ -2,9 +2,8 @@
 
     .venv/bin/python -m benchmarks.drill
 
-Plays each drill of `hpc drill` on one small run (Fashion-MNIST, 2 of 6 nodes and a spare, 1 rank each) and prints what
-it cost, as a table in Markdown. Slurm notices a dead node after 300 s here, its default.
-No supervisor runs.
+Plays each drill of `hpc drill` on one small run (Fashion-MNIST, 2 of 6 nodes and a spare, 1 rank each), and records the
+seconds of each phase. Slurm notices a dead node after 300 s here, its default. No supervisor runs.
 """
 
 import sys
@@ -13,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import table
+from benchmarks.harness import Findings, Flags, benchmark
 from benchmarks.hpc_commands import hpc, testbed
 from hpc.run.events.downtime import PARTS
 
@@ -78,8 +77,8 @@ def drills(run: Path) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def main() -> None:
-    """Build a testbed, start the run, play, print."""
+def measure(_: Flags) -> Findings:
+    """Build a testbed, start the run, and play."""
     with (
         tempfile.TemporaryDirectory(dir="/var/tmp", prefix="torchrelay-drill-") as directory,
         # It ends first: then nobody writes into the directory any more when it is removed.
@@ -88,9 +87,9 @@ def main() -> None:
         run = submit(Path(directory), "--spares=1")
         found = drills(run)
         after = status(run)
-    print(table([row(name, each) for name, interruptions in found.items() for each in interruptions]))
-    print(f"\n{after['step']} steps, goodput {after['goodput']:.0%}, {len(after['attempts'])} attempts")
+    rows = [row(name, each) for name, interruptions in found.items() for each in interruptions]
+    return Findings(tables={"rows": rows}, more={"goodput": after["goodput"], "attempts": len(after["attempts"])})
 
 
 if __name__ == "__main__":
-    main()
+    benchmark("drill", Flags, measure, small={})

@@ -22,8 +22,8 @@ _FAILURES = {
     "first node killed": "the first node dies", "preempted": "preemption, 20 s of notice",
 }  # fmt: skip
 _SECTIONS = {
-    "recovery": "an interruption", "storm": "goodput", "speed": "training speed",
-    "snapshots": "snapshots", "step_counter": "counted steps", "commands": "commands",
+    "recovery": "an interruption", "drill": "its phases", "storm": "goodput", "overhead": "no interruption",
+    "speed": "training speed", "snapshots": "snapshots", "step_counter": "counted steps", "commands": "commands",
 }  # fmt: skip
 
 
@@ -108,6 +108,19 @@ def own_recovery() -> str:
     return _table(columns, rows)
 
 
+def drill() -> str:
+    """Return the seconds of each phase of an interruption of the classifier, which trains alone."""
+    phases = {
+        "detection": ("notice",), "new job, staging": ("release", "start", "stage"), "start of ranks": ("rendezvous",),
+        "restore, first step": ("restore", "first_step"), "total": ("total",),
+    }  # fmt: skip
+    rows = [
+        [row["what"], *(f"{sum(row[part] for part in parts):.1f}" for parts in phases.values())]
+        for row in result("drill")["rows"]
+    ]
+    return _table(("interruption", *phases), rows)
+
+
 def storm() -> str:
     """Return the goodput of each contender."""
     columns = ("tool", "without interruptions, s", "with, s", "complete", "steps", "recomputed", "met", "goodput")
@@ -188,8 +201,8 @@ def commands() -> str:
 
 TABLES: Mapping[str, Callable[[], str]] = {
     "machines": machines, "recovery": recovery, "repetitions": repetitions, "first screen": first_screen,
-    "own recovery": own_recovery, "storm": storm, "overhead": overhead, "speed": speed, "snapshots": snapshots,
-    "step counter": step_counter, "commands": commands,
+    "own recovery": own_recovery, "drill": drill, "storm": storm, "overhead": overhead, "speed": speed,
+    "snapshots": snapshots, "step counter": step_counter, "commands": commands,
 }  # fmt: skip
 
 

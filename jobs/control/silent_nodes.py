@@ -17,9 +17,9 @@ from jobs.node_attempt import NodeAttempt, log
 # snapshots in the memory of the other nodes are lost.
 LINK_SECONDS = 45.0
 """Seconds for which agents wait for a silent node whose link may come back."""
-IDLE_SECONDS = 15.0
-"""Seconds of the shorter wait if a new job can start at once, on idle nodes and the live nodes of this job."""
 _ASK_SECONDS = 5.0
+# The first node's agent reports a node that is cut off within this time of the loss that the node itself sees.
+_REPORT_SECONDS = 2.0
 
 
 class Patience:
@@ -54,4 +54,18 @@ class Patience:
         except TorchrelayError as error:
             log(f"Slurm does not report the state of {', '.join(names)}: {error}")
             return
-        self._known[names] = 0.0 if set(dead) == set(names) else IDLE_SECONDS if can_start else LINK_SECONDS
+        if set(dead) != set(names) and (not can_start or self._is_cut_off(len(names))):
+            self._known[names] = LINK_SECONDS
+        else:
+            # If it can start at once, a new job trains again as soon as this one would when a link is back.
+            self._known[names] = 0.0
+
+    def _is_cut_off(self, num_silent: int) -> bool:
+        """Return whether other nodes can continue without this one. If it left, the job would lack it until its end."""
+        if self._node.allocation.num_nodes - num_silent < self._node.spec.fewest_to_continue:
+            return False
+        time.sleep(_REPORT_SECONDS)
+        try:
+            return self._node.host in self._node.reported_lost()
+        except OSError:
+            return True  # this node has probably lost the storage, too

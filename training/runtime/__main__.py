@@ -37,7 +37,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from hpc.base.environment import PARENT, PRELOAD, SECRET
 from hpc.base.errors import EXIT_BAD_NODE
 from hpc.base.kernel import adopt_orphans, end_children, name_process
-from training.runtime.compat import end_ranks_within, leave_signals_alone, run_exit_functions
+from training.runtime.compat import (
+    end_ranks_within,
+    leave_signals_alone,
+    log_failures_without_compiler,
+    run_exit_functions,
+)
 from training.runtime.node_rendezvous import BACKEND, NodeRendezvous
 
 # A user's script, which runs in a fork, must find its own packages first.
@@ -126,6 +131,7 @@ def run() -> int:
     adopt_orphans()
     end_ranks_within(_END_SECONDS, end_left_processes)
     leave_signals_alone()
+    log_failures_without_compiler()
     try:
         launch()
     except SystemExit as end:

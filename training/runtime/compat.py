@@ -5,6 +5,7 @@ a user's Python, so it imports only torch and the standard library. Imports that
 """
 # ruff: noqa: PLC0415
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -102,6 +103,23 @@ def end_ranks_within(seconds: int, then: Callable[[], None]) -> None:
         then()
 
     PContext.close = close_ranks  # type: ignore[assignment]
+
+
+def log_failures_without_compiler() -> None:
+    """Format the exception that torchrun logs when a rank fails. Read in torch 2.11 and 2.15.
+
+    torch's own formatter imports the compiler first, to read a setting. This would delay the first restart by a second.
+    """
+    from torch.distributed.elastic.multiprocessing import api
+
+    formatter = logging.Formatter()
+
+    def format_exception(record: logging.LogRecord) -> bool:
+        if record.exc_info:
+            record.exc_text, record.exc_info = formatter.formatException(record.exc_info), None
+        return True
+
+    api.logger.addFilter(format_exception)
 
 
 def leave_signals_alone() -> None:

@@ -12,6 +12,7 @@ from support.cluster import Command
 from support.events import resources_of
 from support.waiting import wait_for
 
+from hpc.run.events.kinds import NodeLost
 from jobs.control import silent_nodes
 from jobs.control.silent_nodes import Patience
 from jobs.node_attempt import NodeAttempt
@@ -47,8 +48,8 @@ def seconds(node: NodeAttempt, slurm_command: Command, tmp_path: Path) -> Callab
 @pytest.mark.parametrize(
     ("silent", "others", "queue", "waits"),
     [
-        ("down*", BUSY, QUEUE, 0.0), ("mixed*", BUSY, QUEUE, 45.0), ("mixed*", IDLE, QUEUE, 15.0),
-        ("mixed*", BUSY, "Dependency\\n", 15.0), ("mixed*", "", "", 45.0),
+        ("down*", BUSY, QUEUE, 0.0), ("mixed*", BUSY, QUEUE, 45.0), ("mixed*", IDLE, QUEUE, 0.0),
+        ("mixed*", BUSY, "Dependency\\n", 0.0), ("mixed*", "", "", 45.0),
     ],
     ids=[
         "marked down: dead", "it may have lost its link, and others wait", "idle nodes may replace it",
@@ -76,7 +77,32 @@ def test_nodes_that_the_job_cannot_use_shorten_nothing(node: NodeAttempt, slurm_
     for patience in patiences:
         patience.seconds(["gpu02"])
     wait_for(lambda: not any(thread.name == "patience" for thread in threading.enumerate()))
-    assert [each.seconds(["gpu02"]) for each in patiences] == [15.0, 45.0, 45.0]
+    assert [each.seconds(["gpu02"]) for each in patiences] == [0.0, 45.0, 45.0]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "reported", "waits"),
+    [("1:2", "gpu02", 45.0), ("1:2", "gpu01", 0.0), ("2", "gpu02", 0.0)],
+    ids=["the first node continues without this one", "the first node is lost", "too few nodes are left to continue"],
+)
+def test_node_that_is_cut_off_from_an_elastic_run_waits_for_its_link(
+    node: NodeAttempt,
+    slurm_command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    nodes: str,
+    reported: str,
+    waits: float,
+) -> None:
+    monkeypatch.setattr(silent_nodes, "_REPORT_SECONDS", 0.0)
+    slurm_command("sinfo", NODES.format(silent="idle", others=IDLE))
+    first = replace(node, allocation=replace(node.allocation, hostnames=("gpu01", "gpu02")))
+    node.run.events.mkdir()
+    first.record(NodeLost(node=reported, last_heard=1.0, detail=f"lost contact with {reported}"))
+    spec = replace(node.spec, resources=resources_of(nodes=nodes))
+    patience = Patience(replace(first, allocation=replace(first.allocation, node_rank=1), spec=spec))
+    patience.seconds(["gpu01"])
+    wait_for(lambda: not any(thread.name == "patience" for thread in threading.enumerate()))
+    assert patience.seconds(["gpu01"]) == waits
 
 
 def test_slurm_is_asked_every_five_seconds(

@@ -109,12 +109,17 @@ def without_link(node: str) -> Iterator[None]:
 
 def test_first_node_whose_link_is_lost_for_seconds(site: Site) -> None:
     run = site.submit("--data=data", "--nodes=2", *VERY_FEW_EPOCHS, **SLOW_STEPS)
-    undisturbed = submit_undisturbed(site)
     run.wait_for_more_steps()
     head, other = run.nodes()
+    # On idle nodes, a new job would start at once.
+    busy = ("--nodes=2", "--exclusive", f"--exclude={head},{other}", "--output=/dev/null", "--wrap=sleep infinity")
+    job = site.slurm("sbatch", "--parsable", *busy)
+    run.wait("busy nodes", lambda: site.slurm("squeue", "--noheader", f"--jobs={job}", "--format=%T") == "RUNNING")
     with without_link(head):
         time.sleep(LOST_SECONDS + 3)
     run.wait("the restored ranks", lambda: len(run.events("train_started")) == 2)
+    site.slurm("scancel", job)
+    undisturbed = submit_undisturbed(site)
     assert [event["node"] for event in run.events("node_returned")] == [other]
     assert not run.events("resubmitted")
     status = run.wait_for_state("completed")

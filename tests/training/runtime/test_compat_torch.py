@@ -10,6 +10,7 @@ from torch._dynamo import config as dynamo
 from torch._dynamo import exc
 from torch._inductor import config as inductor
 from torch.amp import GradScaler
+from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.api import PContext
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -33,6 +34,7 @@ from training.runtime import compat
         (inductor, "compile_threads", "--compile would start a process per core in each rank"),
         (exc, "ShortenTraceback", "a missing compiler would not be told from a defect"),
         (PContext, "close", "ranks that hang would be given 30 s to end"),
+        (api, "logger", "the first restart of ranks would wait for the import of the compiler"),
         (atexit, "_run_exitfuncs", "torchrun would leave temporary directories behind"),
     ],
 )

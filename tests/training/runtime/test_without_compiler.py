@@ -35,6 +35,18 @@ optimizer.step()
 assert weight.tolist() == [0.0, 0.0]
 """
 
+FAILED_RANK = """
+import sys
+from torch.distributed.elastic.multiprocessing import api
+from training.runtime.compat import log_failures_without_compiler
+log_failures_without_compiler()
+try:
+    raise ValueError("process 1 terminated with signal SIGKILL")
+except ValueError:
+    api.logger.exception("failed (exitcode: %s)", -9)
+assert "torch._inductor" not in sys.modules
+"""
+
 
 def python(code: str, *arguments: str) -> str:
     """Run this code in a new process, and return what it prints."""
@@ -61,3 +73,11 @@ def test_training_imports_no_compiler(flags: list[str], tmp_path: Path) -> None:
 @pytest.mark.parametrize("use", ["", "import torch._dynamo.config", "from torch._dynamo.utils import counters"])
 def test_compiler_replaces_its_stand_in(use: str) -> None:
     python(FALL_BACK % use)
+
+
+def test_failed_rank_does_not_make_torchrun_import_the_compiler() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FAILED_RANK], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert "failed (exitcode: -9)" in done.stderr
+    assert "ValueError: process 1 terminated with signal SIGKILL" in done.stderr

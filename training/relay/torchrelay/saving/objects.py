@@ -233,7 +233,8 @@ def _memory_for(one: Saveable) -> Callable[[str, Tensor], Tensor]:
     from torch import nn, optim
 
     def new(_name: str, like: Tensor) -> Tensor:
-        return torch.empty_like(like, device="cpu")
+        # With the meta device, `empty_like` imports sympy, which takes half a second in each restart.
+        return torch.empty(like.shape, dtype=like.dtype)
 
     if isinstance(one, nn.Module | _Fsdp1):
         present: dict[str, Tensor] = {}
