@@ -36,17 +36,9 @@ def block_with(page: Path, words: str) -> list[str]:
     return next(commands for commands, _ in blocks(page) if words in "\n".join(commands))
 
 
-def script_of(page: Path) -> str:
-    """The first block of Python of a page."""
-    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[0]
-
-
-def first_diff(page: Path) -> tuple[str, str]:
-    """What the first diff of a page changes: the lines before, and after."""
-    [diff, *_] = re.findall(r"```diff\n(.*?)```", page.read_text(), re.DOTALL)
-    lines = [line for line in diff.splitlines() if line.strip() != "..."]
-    before, after = ("".join(f"{line[1:]}\n" for line in lines if line[:1] != sign) for sign in "+-")
-    return before, after
+def scripts_of(page: Path) -> list[str]:
+    """The blocks of Python of a page."""
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
 
 
 def masked(line: str) -> str:
@@ -90,7 +82,7 @@ def test_first_run_prints_what_it_shows(site: Site) -> None:
 def test_own_script_prints_what_it_shows() -> None:
     page = TUTORIALS / "own-script.md"
     with site_without_slurm() as site:
-        add_script(site, "train.py", script_of(page))
+        add_script(site, "train.py", scripts_of(page)[0])
         run = Run(site, RunDir(site.path / "runs/first"), "")
         waits: dict[int, Callable[[], object]] = {
             2: lambda: run.wait_for_steps(10),
@@ -111,7 +103,7 @@ echo "import sys; sys.path.insert(0, '{packages}')" > "$(echo "$tool"/lib/python
 mkdir -p "$HOME/.local/bin"
 ln -s "$tool/bin/hpc" "$HOME/.local/bin/hpc"
 """
-# What README's loop does not show. The first attempt trains until it is interrupted, the next two epochs more.
+# What README's scripts do not show. The first attempt trains until it is interrupted, the next two epochs more.
 AROUND = """
 import os, sys, time
 from pathlib import Path
@@ -121,7 +113,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 run = Path(os.environ["TORCHRELAY_RUN_DIR"])
 epochs = 1_000_000 if os.environ["TORCHRELAY_ATTEMPT"] == "1" else len(list(run.glob("epoch-*"))) + 2
-checkpoint, path = run / "checkpoint.pt", run / f"model-{os.environ['RANK']}.pt"
+rank = int(os.environ["RANK"])
 distributed.init_process_group("gloo")
 torch.manual_seed(0)
 
@@ -139,7 +131,6 @@ loader = DataLoader(data, batch_size=8, sampler=sampler)
 model = nn.parallel.DistributedDataParallel(nn.Linear(8, 1))
 assert sys.argv[1] == "--lr"
 optimizer = torch.optim.SGD(model.parameters(), lr=float(sys.argv[2]))
-scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
 
 
 def train_one_step(batch):
@@ -151,19 +142,16 @@ def train_one_step(batch):
     return loss
 
 
-def save_checkpoint(*objects):
-    if distributed.get_rank() == 0:
-        torch.save([each.state_dict() for each in objects], checkpoint.with_suffix(".tmp"))
-        checkpoint.with_suffix(".tmp").rename(checkpoint)
+def train_one_epoch(epoch):
+    sampler.set_epoch(epoch)
+    for batch in loader:
+        train_one_step(batch)
 
 
-def load_checkpoint(*objects):
-    if checkpoint.exists():
-        for each, state in zip(objects, torch.load(checkpoint)):
-            each.load_state_dict(state)
-    return scheduler.last_epoch
-
-
+"""
+END = """
+torch.save(model.state_dict(), run / f"model-{rank}.pt")
+distributed.destroy_process_group()
 """
 
 
@@ -209,8 +197,8 @@ def install(person: Newcomer) -> None:
     """Do what README's section Install says."""
     uv, packages = Path(sys.executable).with_name("uv"), sysconfig.get_path("purelib")
     write_programs(person.home / "programs", uv=UV.format(python=sys.executable, uv=uv, packages=packages))
-    block = "\n".join(block_with(ROOT / "README.md", "git+URL"))
-    printed = person.type(block.replace("git+URL", f"git+file://{ROOT}"), person.home)
+    subprocess.run(["git", "clone", "--quiet", ROOT, person.home / "torchrelay"], check=True)
+    printed = person.type("\n".join(block_with(ROOT / "README.md", "uv tool install")), person.home / "torchrelay")
     assert re.search(r"problems?, \d+ notes?$", printed, re.MULTILINE), printed
 
 
@@ -228,13 +216,13 @@ def preempt_as_shown(newcomer: Newcomer, block: list[str], project: Path, run: R
 def test_readme_installs_hpc_and_makes_scripts_survive_a_preemption(newcomer: Newcomer) -> None:
     readme = ROOT / "README.md"
     install(newcomer)
-    for step, script in enumerate(first_diff(readme), 1):
+    for step, script in enumerate(scripts_of(readme), 1):
         project = newcomer.home / f"project-{step}"
         project.mkdir()
-        (project / "train.py").write_text(f"{AROUND}{script}distributed.destroy_process_group()\n")
+        (project / "train.py").write_text(AROUND + script + END)
         run = newcomer.submitted(project, "my-run")
         preempt_as_shown(newcomer, block_with(readme, "--name my-run"), project, run)
-        assert len(list(run.directory.path.glob("model-*.pt"))) == 8
+        assert len(list(run.directory.path.glob("model-*.pt"))) == 2
         assert step == 1 or run.status()["steps_lost"] == 0
 
 
@@ -254,7 +242,7 @@ else:
 def test_own_script_survives_a_preemption_on_slurm(newcomer: Newcomer) -> None:
     page, project = ROOT / "docs/how-to/own-script.md", newcomer.home / "my-project"
     project.mkdir()
-    (project / "train.py").write_text(script_of(TUTORIALS / "own-script.md"))
+    (project / "train.py").write_text(scripts_of(TUTORIALS / "own-script.md")[0])
     run = newcomer.submitted(project, "second")
     preempt_as_shown(newcomer, block_with(page, "--name second"), project, run)
     examples, photo = newcomer.home / "examples", newcomer.site.path / "rose.jpg"
