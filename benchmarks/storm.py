@@ -49,7 +49,7 @@ class Options(RivalFlags):
     """Contenders, by their keys in `benchmarks/recovery/contenders.py`."""
     epochs: int = 7
     """Epochs of the training."""
-    images: int = 20_000
+    images: int = 10_000
     """Images of an epoch."""
     mean: float = 60.0
     """Seconds between two failures: of an exponential distribution."""

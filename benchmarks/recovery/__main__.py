@@ -8,10 +8,10 @@ that rank 0 logs (`step_log.py`): the seconds from the failure to the first step
 and the steps that the restored state does not have. The cost of a failure is these seconds and those in which the lost
 steps are made again.
 
-The built-in classifier, which computes without a wait, is measured before all others, by `hpc drill`. Then workers are
-killed, in turns. Everything else happens to several contenders at once, each on nodes of its own, so that the minutes
-for which Slurm lets the rivals wait overlap. A step is mostly a wait (`rivals/common.py`), so the cores are idle but
-for starts. No supervisor runs.
+The built-in classifier, which computes without a wait, is measured before all others, by `hpc drill`. Then come all
+failures after which training continues within seconds, in turns: no other training recovers at the same time. At last,
+all others happen to several contenders at once, each on nodes of its own, so that the minutes for which Slurm lets them
+wait overlap. A step is mostly a wait (`rivals/common.py`), so the cores are idle but for starts. No supervisor runs.
 
 Slurm's defaults hold: SlurmdTimeout is 300 s, and a requeued job may start after 120 s. The partition has a GraceTime
 of 20 s. On preemption a job gets the signal that it has asked for (`preempt_send_user_signal`), as the documentation of
@@ -57,17 +57,17 @@ class Options(RivalFlags):
     """Seconds after which a training that has not come back counts as lost."""
     hang_cap: float = 180.0
     """Seconds after which a hung training that has not come back counts as lost."""
-    images: int = 20_000
+    images: int = 10_000
     """Images of an epoch."""
 
 
-def lanes(options: Options, *, worker_killed: bool) -> list[Lane]:
-    """Return who fails when: with `worker_killed` where a rank is replaced at once, else in all other ways."""
+def lanes(options: Options, *, in_turns: bool) -> list[Lane]:
+    """Return who fails when: where training continues within seconds (`in_turns`), or everywhere else."""
     found = []
     for contender in (CONTENDERS[key] for key in options.contenders if key != CLASSIFIER):
         for lane in _lanes(contender, options.repeats):
             kept = {kind: repeats for kind, repeats in lane.plan.items() if kind in options.kinds}
-            if kept and lane.in_turns == worker_killed:
+            if kept and lane.in_turns == in_turns:
                 found.append(replace(lane, plan=kept))
     return found
 
@@ -75,14 +75,13 @@ def lanes(options: Options, *, worker_killed: bool) -> list[Lane]:
 def _lanes(contender: Contender, repeats: int) -> Iterator[Lane]:
     if contender.spares:
         # A spare for each repeat: without one, a new job would continue.
-        yield Lane(contender=replace(contender, spares=repeats), plan={"node killed": repeats})
+        yield Lane(contender=replace(contender, spares=repeats), plan={"node killed": repeats}, in_turns=True)
+        return
+    if contender.is_ours:
+        yield Lane(contender=contender, plan=dict.fromkeys(failures.KINDS, repeats), in_turns=True)
         return
     if contender.restarts_in_place:
         yield Lane(contender=contender, plan={WORKER_KILLED: repeats}, in_turns=True)
-    if contender.is_ours:
-        yield Lane(contender=contender, plan=dict.fromkeys(("hung", "node killed", "first node killed"), repeats))
-        yield Lane(contender=contender, plan={"preempted": repeats})
-        return
     # Each of the two takes as long as the other: a dead node, and Slurm's waits.
     slow = () if contender.restarts_in_place else (WORKER_KILLED,)
     yield Lane(contender=contender, plan=dict.fromkeys((*slow, "hung", "node killed"), repeats))
@@ -130,7 +129,7 @@ def rows_of(outcomes: Sequence[Outcome]) -> list[Row]:
 
 def measure(options: Options) -> Findings:
     """Build a testbed, and let everything fail on it."""
-    in_turns, others = lanes(options, worker_killed=True), lanes(options, worker_killed=False)
+    in_turns, others = lanes(options, in_turns=True), lanes(options, in_turns=False)
     rivals = versions_of(options.rivals, [key for key in options.contenders if key != CLASSIFIER])
     workload = Workload(rivals=options.rivals, images=options.images)
     caps = dict.fromkeys(failures.KINDS, options.cap) | {"hung": options.hang_cap}

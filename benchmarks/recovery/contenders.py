@@ -29,9 +29,9 @@ class Workload:
 
     rivals: Path
     """The rivals' Python."""
-    images: int = 20_000
+    images: int = 10_000
     batch_size: int = 128
-    wait: float = 0.2
+    wait: float = 0.4
     epochs: int = 100_000
 
     @property
