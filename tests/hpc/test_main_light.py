@@ -37,8 +37,6 @@ def type_hpc(light: Path, directory: Path, *words: str, **variables: str) -> "su
         "scaling --name a --nodes 1 2 --cluster local",
         "evaluate model.pt2 --data photos",
         "train --data photos",
-        "pack photos packed",
-        "predict photos",
     ],
 )
 def test_what_needs_the_classifier_says_what_to_install_and_how_to_submit_a_script(

@@ -142,19 +142,6 @@ def test_reflected_messages_and_those_of_another_connection_are_refused(messages
         assert received(client, server, b"".join(frames_of(other, messages))) == []
 
 
-@properties
-@given(st.binary(min_size=1, max_size=300))
-def test_bytes_without_the_secret_reach_no_parser(content: bytes) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        stranger = socket.create_connection(listener.getsockname())
-        server = Connection(listener.accept()[0], LIMITS)
-    with stranger, server:
-        stranger.sendall(content)
-        stranger.shutdown(socket.SHUT_WR)
-        with pytest.raises(TransportError):
-            server.handshake(SECRET, PURPOSE, is_server=True)
-
-
 def test_the_bytes_of_a_session_stay_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes with different versions of Torchrelay must understand each other: these bytes are the protocol."""
     monkeypatch.setattr(secrets, "token_bytes", lambda count: bytes(range(count)))
