@@ -307,7 +307,6 @@ def test_training_that_logged_nothing_ended_at_its_start(run: RunDir) -> None:
     ("names", "unfinished"),
     [
         ([], None),
-        (["claimed"], None),
         (["submitting"], "submitting"),
         (["submitting", "submitted"], None),
         (["resubmitting"], "resubmitting"),
