@@ -93,21 +93,6 @@ def test_reflected_proof_is_refused(server: Server) -> None:
         assert is_closed(unauthenticated)
 
 
-def test_reflected_challenge_is_no_proof() -> None:
-    """Another program on a server's former port sends back what it gets."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def reflect() -> None:
-            accepted, _ = listener.accept()
-            with accepted:
-                challenge = accepted.recv(32, socket.MSG_WAITALL)
-                accepted.sendall(challenge + challenge)
-
-        threading.Thread(target=reflect, daemon=True).start()
-        with pytest.raises(TransportError, match="does not have the run's secret"):
-            client(listener.getsockname()[1])
-
-
 def test_client_that_replays_a_session_is_refused(server: Server) -> None:
     recorded = list[bytes]()
 

@@ -101,11 +101,8 @@ def test_reason_for_pending_in_words(reason: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "state"),
     [
-        ({"JobState": "COMPLETING", "Restarts": "1", "Reason": "None"}, JobState.PENDING),
         ({"JobState": "COMPLETING", "Restarts": "0", "Reason": "TimeLimit"}, JobState.TIMEOUT),
         ({"JobState": "COMPLETING", "Restarts": "0", "Reason": "RaisedSignal:9(Killed)"}, JobState.FAILED),
-        ({"JobState": "COMPLETING", "Restarts": "0", "Reason": "None"}, JobState.CANCELLED),
-        ({"JobState": "RUNNING", "Restarts": "0"}, JobState.RUNNING),
         ({}, JobState.UNKNOWN),
     ],
 )

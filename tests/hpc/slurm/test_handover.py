@@ -48,20 +48,12 @@ assert handover.claim_next_job(run, 1, History.load(run))
 
 
 @pytest.fixture
-def tmp_path(tmp_path: Path) -> Path:
-    """A directory for a run, with no files of other tests' runs beside it."""
-    path = tmp_path / "run"
-    path.mkdir()
-    return path
-
-
-@pytest.fixture
 def run(tmp_path: Path, slurm_command: Command) -> RunDir:
     """A run of which Slurm lists no job, on a cluster whose first node works."""
     slurm_command("squeue", "exit 0")
     slurm_command("sinfo", "echo 'gpu01|idle'")
-    found = RunDir(tmp_path)
-    found.events.mkdir()
+    found = RunDir(tmp_path / "run")
+    found.events.mkdir(parents=True)
     found.script.write_text("#!/bin/sh\n")
     spec_of().save(found)
     return found
