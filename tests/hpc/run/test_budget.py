@@ -45,7 +45,6 @@ def test_second_kill_in_an_unlucky_minute_ends_nothing() -> None:
         (failed(None, None, KEY), failed(None, None, KEY), True),
         (failed(7, 0, KEY), failed(None, None, KEY), True),
         (failed(7, 0), failed(7, 7), False),
-        (ended("lost", 7), ended("lost", 7), False),
         (ended("time_limit", 0), ended("time_limit", 0), True),
         (ended("time_limit", 20, 0), ended("time_limit", 20, 20), False),
     ],
@@ -74,7 +73,6 @@ def test_same_failure_twice_in_a_row_ends_the_run(
         ([ended("time_limit", 20, 0), failed(20, 20)], 1),
         ([ended("time_limit", 0, 0)], 1),
         ([failed(None), ended("preempted"), failed(None)], 1),
-        ([failed(None), ended("time_limit"), failed(None)], 1),
         ([failed(20, 0), ended("bad_node", 20), ended("bad_node", 20)], 2),
     ],
 )  # fmt: skip
