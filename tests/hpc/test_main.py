@@ -118,7 +118,6 @@ def test_version_is_that_of_the_distribution(tmp_path: Path) -> None:
     ("typed", "hint"),
     [
         ("sumbit", "did you mean submit?"),
-        ("helpp", "did you mean help?"),
         ("x", "hpc help lists the commands"),
         ("smoke", "use hpc doctor --nodes N"),
     ],

@@ -4,7 +4,7 @@
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -42,21 +42,10 @@ def echo(connection: Connection) -> None:
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[..., Server]]:
-    servers = list[Server]()
-
-    def start(**options: int) -> Server:
-        servers.append(Server(SECRET, PURPOSE, echo, Limits(timeout_seconds=30, max_message_bytes=1000, **options)))
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.close()
-
-
-@pytest.fixture
-def server(serve: Callable[..., Server]) -> Server:
-    return serve()
+def server() -> Iterator[Server]:
+    started = Server(SECRET, PURPOSE, echo, Limits(timeout_seconds=30, max_message_bytes=1000))
+    yield started
+    started.close()
 
 
 def client(port: int, secret: str = SECRET, purpose: str = PURPOSE) -> Connection:
@@ -163,8 +152,8 @@ def test_a_thousand_hostile_connections_leave_no_thread_and_no_file(server: Serv
     assert works(server)
 
 
-def test_authenticated_connections_are_limited_and_none_is_cut(serve: Callable[..., Server]) -> None:
-    server = serve(max_connections=2)
+def test_authenticated_connections_are_limited_and_none_is_cut() -> None:
+    server = Server(SECRET, PURPOSE, echo, Limits(timeout_seconds=30, max_message_bytes=1000, max_connections=2))
     with client(server.port) as first, client(server.port) as second:
         for connection in (first, second):
             connection.send({})
@@ -175,6 +164,7 @@ def test_authenticated_connections_are_limited_and_none_is_cut(serve: Callable[.
         assert first.receive() == {"echo": {}}
     wait_for(lambda: not server._authenticated)
     assert works(server), "places are given back"
+    server.close()
 
 
 def test_oversized_message_is_refused_by_its_length(server: Server) -> None:
