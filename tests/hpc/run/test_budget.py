@@ -1,5 +1,7 @@
 """How often a run may fail without progress."""
 
+from dataclasses import replace
+
 import pytest
 
 from hpc.run.budget import Budget, PastInterruption, budget_after, rank_signature, signature_of
@@ -16,13 +18,9 @@ def ended(cause: str, step: int | None = None, restored: int | None = None) -> P
     return PastInterruption(cause=cause, step=step, restored_step=restored)
 
 
-def after(seconds: float, step: int | None = None) -> PastInterruption:
-    return PastInterruption(cause="crashed", step=step, restored_step=step, signature=KEY, ran_seconds=seconds)
-
-
 @pytest.mark.parametrize(("seconds", "step", "failures"), [(3700.0, None, 1), (3500.0, None, 2), (3700.0, 20, 2)])
 def test_script_without_steps_has_made_progress_after_an_hour(seconds: float, step: int | None, failures: int) -> None:
-    budget = budget_after([after(10.0, step), after(seconds, step)])
+    budget = budget_after([replace(failed(step, step, KEY), ran_seconds=ran) for ran in (10.0, seconds)])
     assert (budget.failures, budget.is_repeated) == (failures, failures == 2)
 
 
