@@ -101,7 +101,6 @@ def test_cause_of_a_ranks_exit(
         ("RuntimeError: Gloo connectFullMesh failed with [/x/pair.cc:152]", True),
         ("BrokenPipeError: [Errno 32] Broken pipe", True),
         ("ValueError: no luck", False),
-        ("", False),
     ],
 )  # fmt: skip
 def test_message_about_the_death_of_another_rank_is_a_consequence(detail: str, consequence: bool) -> None:
