@@ -40,14 +40,8 @@ def test_every_verb_answers_help_and_says_how_many_runs_it_takes(verb: str, tmp_
     assert ("RUN [RUN ...]" in usage) == (verb in {"cancel", "report", "sync"})
 
 
-def test_help_names_the_version_and_ends_with_an_example(tmp_path: Path) -> None:
-    shown = hpc("--help", cwd=tmp_path).stdout
-    assert "hpc --version" in shown
-    assert shown.splitlines()[-1].startswith("  hpc submit ")
-
-
-# All verbs start alike, and so do all programs. That one imports torch, which takes a while.
-@pytest.mark.parametrize("verb", ["report", "train", "pack"])
+# All verbs start alike, and so do all programs.
+@pytest.mark.parametrize("verb", ["report", "pack"])
 def test_help_is_answered_beside_packages_of_the_same_names(verb: str, beside_other_packages: Path) -> None:
     done = type_hpc(beside_other_packages, verb, "--help")
     assert (done.returncode, done.stderr) == (0, "")
@@ -104,6 +98,8 @@ def test_help_names_all_commands_and_explains_one(tmp_path: Path) -> None:
     done = type_hpc(tmp_path, "--help")
     assert done.returncode == 0
     assert all(f"\n  {verb} " in done.stdout for verb in (*VERBS, *PROGRAMS))
+    assert "hpc --version" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("  hpc submit ")
     assert type_hpc(tmp_path, "help").stdout == done.stdout
     done = type_hpc(tmp_path, "help", "status")
     assert (done.returncode, done.stderr) == (0, "")
@@ -122,7 +118,6 @@ def test_version_is_that_of_the_distribution(tmp_path: Path) -> None:
     ("typed", "hint"),
     [
         ("sumbit", "did you mean submit?"),
-        ("helpp", "did you mean help?"),
         ("x", "hpc help lists the commands"),
         ("smoke", "use hpc doctor --nodes N"),
     ],

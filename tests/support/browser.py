@@ -34,18 +34,23 @@ def chromium() -> Iterator[Browser]:
         browser.close()
 
 
+def open_quietly(page: Page, path: Path) -> None:
+    """Open a report, which asks nobody for anything and has no error."""
+    errors, requests = list[str](), list[str]()
+    # Bokeh says when it is ready.
+    page.on("console", lambda message: message.type == "info" or errors.append(message.text))
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("request", lambda request: requests.append(request.url))
+    page.goto(path.as_uri())
+    wait_until(page, DRAWN)
+    assert not errors
+    assert [url for url in requests if not url.startswith("data:")] == [path.as_uri()]
+
+
 @contextmanager
 def opened(path: Path) -> Iterator[Page]:
-    """A page in a window of its own, which has asked nobody for anything and reports no error."""
-    errors, requests = list[str](), list[str]()
+    """A report in a window of its own."""
     with chromium() as browser:
         page = browser.new_page()
-        # Bokeh says when it is ready.
-        page.on("console", lambda message: message.type == "info" or errors.append(message.text))
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.on("request", lambda request: requests.append(request.url))
-        page.goto(path.as_uri())
-        wait_until(page, DRAWN)
-        assert not errors
-        assert [url for url in requests if not url.startswith("data:")] == [path.as_uri()]
+        open_quietly(page, path)
         yield page

@@ -7,10 +7,9 @@ import pytest
 
 from hpc.base import program
 from hpc.base.errors import UserError
-from hpc.base.units import Duration, NodeRange
+from hpc.base.units import NodeRange
 from hpc.commands.cluster.doctor import DoctorOptions
 from hpc.commands.start.status import StatusOptions
-from hpc.run.spec import Recovery
 from hpc.submissions.options import submit_flags
 from hpc.submissions.resumed_run import ResumeOptions
 from hpc.submissions.sbatch.sbatch_advice import explain
@@ -85,6 +84,7 @@ def test_a_value_of_python_is_what_its_text_would_be() -> None:
         ("optimizer", "adan", "--optimizer is 'adan': use one of 'sgd', 'adamw', 'adam'"),
         ("tracker", ("wandb", "x"), "--tracker is 'x': use one of 'wandb', 'mlflow'"),
         ("stage-dir", 5, "--stage-dir is '5': expected a path"),
+        ("grace-period", 90, "--grace-period is '90': use a duration such as 90s"),
     ],
 )
 def test_a_wrong_value_is_refused_wherever_it_comes_from(name: str, value: object, message: str) -> None:
@@ -100,10 +100,3 @@ def test_what_must_be_given_is_asked_for() -> None:
 def test_flags_of_another_program_are_read_to_be_refused() -> None:
     assert program.read((submit_flags(("a.py",)), submit_flags()), ["--lr=1"], "x") == {"lr": "1"}
     assert program.read((ResumeOptions, TrainConfig), ["r", "--lr=1"], "x") == {"run": "r", "lr": "1"}
-
-
-def test_word_becomes_a_value_and_its_error_names_the_flag() -> None:
-    for value in ("90s", Duration(90)):
-        assert program.build(Recovery, {"grace-period": value}).grace_period == Duration(90)
-    with pytest.raises(UserError, match=r"^--grace-period is '90': use a duration such as 90s"):
-        program.build(Recovery, {"grace-period": 90})

@@ -5,8 +5,6 @@ import time
 from pathlib import Path
 
 import pytest
-from support.cluster import Command
-from support.events import resources_of, script_spec
 
 from hpc.run.causes import Cause
 from hpc.run.events.kinds import AttemptEnded, Event, Interrupted, NodeFailed, NodeReturned
@@ -72,15 +70,3 @@ def test_a_dead_node_is_avoided_for_minutes_and_a_bad_one_for_hours(tmp_path: Pa
         path.write_text(json.dumps({**json.loads(path.read_text()), "time": time.time() - 3600}))
     [bad] = bad_nodes.known(tmp_path)
     assert str(bad) == "gpu01 (bad_node in run one, 60 min ago)"
-
-
-def test_a_job_avoids_them_if_enough_other_nodes_are_left(tmp_path: Path, slurm_command: Command) -> None:
-    slurm_command("sinfo", 'for n in 1 2 3; do echo "gpu0$n|gpu*|idle"; done')
-    learnt(tmp_path, "one", failed("gpu01"))
-    learnt(tmp_path, "two", failed("gpu02"))
-
-    def excluded(nodes: str) -> list[str]:
-        spec = script_spec(resources=resources_of(nodes=nodes))
-        return bad_nodes.nodes_to_exclude(RunDir(tmp_path / "new"), spec)
-
-    assert [excluded(nodes) for nodes in "123"] == [["gpu02", "gpu01"], ["gpu02"], []]

@@ -60,8 +60,6 @@ def queued(tmp_path: Path, slurm_command: Command) -> Path:
 @pytest.mark.parametrize(
     "printed",
     [
-        f"echo {REPLY}",
-        "echo '8;cluster'",
         f"echo '{BANNER}'; echo 99; echo {REPLY}; echo 'See http://wiki/2026/jobs' >&2",
         "printf '\\033[32mSubmitted batch job \\033[1m8\\033[0m\\n'",
         "echo 'Submitted batch job 5 (staging of data)'; echo Submitted batch job 8",

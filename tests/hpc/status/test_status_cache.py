@@ -59,7 +59,6 @@ FAILS = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connec
         ([CLAIMED], "running"),
         ([CLAIMED, PREEMPTED], "pending"),
         ([CLAIMED, REFUSED], "failed"),
-        ([CLAIMED, attempt_ended(2.0, "cancelled")], "cancelled"),
         ([CLAIMED, COMPLETED], "completed"),
         ([CLAIMED, CANCELLED], "cancelled"),
     ],
@@ -122,7 +121,6 @@ NEVER = "its job disappeared from the queue before its agents started: type hpc 
         (([CLAIMED, PREEMPTED], SCANCELLED, 120), ("cancelled", "its job was cancelled with scancel")),
         (([CLAIMED, PREEMPTED, event("scancelled", 3.0, attempt=1, job_id="7")], "", 120),
          ("cancelled", "its job was cancelled with scancel")),
-        (([CLAIMED, CANCELLED], "", 120), ("cancelled", None)),
     ],
 )  # fmt: skip
 def test_run_without_a_job_has_the_supervisors_reason(

@@ -50,9 +50,9 @@ def test_status_shows_the_last_line_and_that_its_progress_is_unknown(
     text = printed(capsys, str(run.path))
     facts = {line[:11].strip(): line[11:].strip() for line in text.splitlines()}
     assert facts["progress"].startswith("unknown: the script reports no step")
-    assert re.fullmatch(r"step 2 \\x1b\[31mloss \(1:1\d ago\)", facts["last output"])
+    assert re.fullmatch(r"step 2 \\x1b\[31mloss \(\d+:\d\d ago\)", facts["last output"])
     assert facts["interrupted"] == "2 crashed"
-    assert re.fullmatch(r"0\.16\d?", facts["GPU-hours"])
+    assert re.fullmatch(r"0\.[12]\d*", facts["GPU-hours"])
     assert "resumed after each of the 2 interruptions is unknown: unless it restores its own checkpoints" in text
     (row,) = json.loads(printed(capsys, str(run.path), "--json"))
     assert row["gpu_hours"]["productive"] is None
@@ -62,7 +62,7 @@ def test_status_shows_the_last_line_and_that_its_progress_is_unknown(
 def test_report_calls_nothing_productive_that_is_not_known_to_be(run: RunDir) -> None:
     html = report(run.path).html
     assert "productive" not in html
-    assert re.search(r"<dd>0\.16\d?</dd>", html)
+    assert re.search(r"<dd>0\.[12]\d*</dd>", html)
     assert "the step from which the script resumed after each of the 2 interruptions is unknown" in html
 
 

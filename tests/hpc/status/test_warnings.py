@@ -84,10 +84,6 @@ def test_ranks_that_ended_early_are_no_matter_once_the_others_have_ended(after: 
     assert found([FIRST, event("ranks_ended", 5.0, attempt=1, ranks=[1]), after]) == []
 
 
-def test_preemption_is_nothing_to_warn_of() -> None:
-    assert found([FIRST, attempt_ended(5.0, "preempted")]) == []
-
-
 def test_data_that_are_not_on_the_nodes_disk_are_warned_of() -> None:
     def copied(**fields: Any) -> Event:
         return staged(2.0, source="/photos", **fields)

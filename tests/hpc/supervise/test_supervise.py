@@ -132,16 +132,6 @@ def test_squeue_that_cannot_be_trusted_starts_nothing(queue: Site) -> None:
     assert live_jobs(run) == [run.job_id]
 
 
-def test_run_directory_that_is_deleted_or_damaged_harms_no_other(queue: Site) -> None:
-    run = crippled(queue, "whole", holds_nodes=False)
-    broken = crippled(queue, "broken", holds_nodes=False)
-    (broken.directory.events / "attempt-001-node-00.jsonl").write_text('{"time": 1, "event": "cla')
-    gone = crippled(queue, "gone", holds_nodes=False)
-    shutil.rmtree(gone.directory.path)
-    assert actions(queue) == {"whole": "resubmit", "broken": "keep"}
-    assert_one_new_job(run)
-
-
 def test_dry_run_does_nothing_and_a_run_that_is_cancelled_while_it_has_no_job_stays_cancelled(queue: Site) -> None:
     run = crippled(queue, "run", holds_nodes=False)
     write_events(run.directory, attempt_ended(None, "crashed", step=0))

@@ -122,6 +122,8 @@ def test_attempt_that_began_at_a_later_step_has_used_nothing() -> None:
 
 def test_claims_are_numbered_and_exclusive(run: RunDir) -> None:
     assert claim(run, place(), 1, "n").attempt == 1
+    with pytest.raises(TorchrelayError, match="job 7 has already started an attempt"):
+        claim(run, place(), 1, "n")
     EventWriter(ledger.agent_file(run, 2, 0), 2).append(Claimed(attempt=2, job_id="8", restart=0, secret="x", nodes=()))
     assert claim(run, place(restart=1), 1, "n").attempt == 3
     EventWriter(ledger.agent_file(run, 4, 0), 4).append(Joined(node="gpu01"))
@@ -155,13 +157,6 @@ def test_node_does_not_join_an_attempt_twice(run: RunDir) -> None:
         join(run, other, lambda: False, timeout_seconds=0.0)
     again = claim(run, head, 1, "n")
     assert join(run, other, lambda: False, timeout_seconds=60.0) == again
-
-
-def test_start_of_a_slurm_job_makes_one_attempt(run: RunDir) -> None:
-    claim(run, place(), 1, "n")
-    with pytest.raises(TorchrelayError, match="job 7 has already started an attempt"):
-        claim(run, place(), 1, "n")
-    assert claim(run, place(restart=1), 1, "n").attempt == 2
 
 
 def test_attempt_without_a_recorded_end_counts_as_lost() -> None:

@@ -52,13 +52,11 @@ def test_node_is_lost_until_it_returns() -> None:
     ("events", "is_cancelled"),
     [
         ([], False),
-        ([claimed()], False),
         ([cancelled()], True),
         ([cancelled(), resumed(cancellations=1)], False),
         ([cancelled(), resumed(cancellations=0)], True),
         ([cancelled(), resumed(cancellations=1), cancelled()], True),
         ([resumed(cancellations=1), cancelled()], False),
-        ([cancelled(), resumed(cancellations=1), cancelled(), resumed(cancellations=2)], False),
         ([cancelled(), cancelled(), resumed(cancellations=2), resumed(cancellations=1)], False),
     ],
 )
@@ -82,7 +80,6 @@ STOPPED = event("not_continued", 20.0, attempt=1, detail="sbatch refused it")
         ("crashed", [], None),
         ("crashed", [STOPPED], "failed"),
         ("crashed", [replace(STOPPED, attempt=2)], None),
-        ("crashed", [resubmitted()], None),
         ("crashed", [resumed(), STOPPED], None),
         ("completed", [resumed()], None),
         ("bad_input", [], "failed"),
