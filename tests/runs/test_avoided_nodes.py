@@ -8,17 +8,20 @@ NODE = "gpu01"
 FLAGS = ("--nodes=1", "--gpus-per-node=0", "--cpus-per-gpu=1")
 
 
-def test_a_node_that_fails_the_check_of_one_run_is_avoided_by_the_next(site: Site) -> None:
+def test_a_node_that_fails_the_check_of_one_run_is_left_out_and_avoided_by_the_next(site: Site) -> None:
     add_script(site, "prints.py", "print('done')\n")
     script = ("--", "prints.py")
-    check = f"--health-check=echo checked $SLURMD_NODENAME; [ $SLURMD_NODENAME != {NODE} ]"
-    first = submit_and_wait(site, *FLAGS, check, "--sbatch=nodelist=gpu01", "--name=first", *script)
-    failed = first.status()["attempts"][0]
-    assert failed["cause"] == "bad_node"
+    check = f"echo checked $SLURMD_NODENAME; [ $SLURMD_NODENAME != {NODE} ]"
+    first = submit_and_wait(site, "--nodes=2", *FLAGS[1:], f"--health-check={check}", "--name=first", *script)
+    status = first.status()
+    failed, completed = status["attempts"]
+    assert (status["state"], failed["cause"], NODE in failed["nodes"]) == ("completed", "bad_node", True)
     assert f"failed on {NODE} with exit code 1" in failed["detail"]
-    assert f"checked {NODE}" in site.hpc("logs", "first", "--all").stdout
+    assert NODE not in completed["nodes"]
+    printed = site.hpc("logs", "first", "--all").stdout
+    assert all(f"checked {node}" in printed for node in {NODE, *completed["nodes"]})
 
-    reason = f"{NODE} (bad_node in run first, 0 min ago)"
+    reason = f"{NODE} (bad_node in run first, "
     expected = site.hpc("submit", "--dry-run", *FLAGS, *script)
     assert reason in expected.stderr
     assert f" on {NODE}" not in expected.stderr
