@@ -1,7 +1,5 @@
 """A user's script with the helper is preempted under the supervisor, and loses a rank: it ends as undisturbed."""
 
-import json
-
 import pytest
 from support.cluster import TWO_NODES, TWO_RANKS_HERE, Run, Site, add_script, preempt
 from support.relay_script import SCRIPT
@@ -53,5 +51,3 @@ def test_script_loses_no_step_to_a_preemption_and_few_to_a_killed_rank(ordinary_
     assert losses(run) == losses(whole), "the same course"
     assert last_results(run) == last_results(whole)
     assert status["step"] == STEPS
-    report = ordinary_user.hpc("report", "broken", "--json")
-    assert json.loads(report.stdout)["report"]

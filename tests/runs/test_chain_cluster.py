@@ -106,21 +106,6 @@ def test_run_is_held_while_one_that_must_be_complete_has_failed(ordinary_user: S
         assert_began_after(ok, first)
 
 
-def test_run_that_waits_for_a_cancelled_job_goes_on_when_its_run_is_cancelled(ordinary_user: Site) -> None:
-    site = ordinary_user
-    first = endless(site, "first")
-    second = site.submit(*ONE, "--name=second", "--sbatch=hold", "--", "a.py", str(site.path / "end"))
-    third = waiting(site, "third", "--after=second", "--after=first")
-    site.slurm("scancel", second.job_id)
-    end(site)
-    first.wait_for_state("completed")
-    third.wait("the hold", lambda: third.queue("%r") == "job requeued in held state")
-    assert "run second, which it waits for, has no job" in site.hpc("status", "third").stdout
-    assert site.hpc("cancel", "second").returncode == 0
-    with site.supervised():
-        assert third.wait_for_state("completed")
-
-
 def test_run_is_released_while_the_start_that_was_held_still_ends(ordinary_user: Site) -> None:
     """Slurm takes seconds to end a job that has been requeued and held, and forgets no release meanwhile."""
     site = ordinary_user

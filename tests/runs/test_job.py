@@ -23,9 +23,9 @@ from support.cluster import (
     assert_complete,
     preempt,
     ranks_of,
-    refused,
 )
 
+from hpc.run.events.ledger import claim_file
 from hpc.run.rundir import RunDir
 from hpc.slurm.client import TESTBED_DIRECTORY
 
@@ -53,14 +53,6 @@ def test_root_submits_inside_a_job_with_names_that_a_shell_would_take_apart(site
     assert answer["run_dir"] == str(run.directory.path)
     assert_complete(run, answer["status"], ranks=4, tested=500)
     assert answer["status"]["test_accuracy"] > 0.5
-
-    # The logs of one rank and attempt.
-    path = str(run.directory.path)
-    assert "\n[1:0" in site.hpc("logs", path).stdout
-    assert site.hpc("logs", path, "--rank=0").stdout.startswith("[1:0")
-    assert "has one attempt, 1" in refused(site, "logs", path, "--attempt=2")
-    lines = json.loads(site.hpc("logs", path, "--json", "--rank=0").stdout)
-    assert {(line["attempt"], line["rank"]) for line in lines} == {(1, 0)}
 
 
 def continued(run: Run, ended: int) -> str:
@@ -119,7 +111,8 @@ def test_run_goes_on_after_every_end_of_its_job_but_a_cancellation(site: Site) -
     by_hand = site.type("sbatch", "--parsable", str(run.directory.script), **shell).stdout.strip()
     assert continued(run, 4) == "cancelled"
     environments = [Path(f"/proc/{rank}/environ").read_bytes().split(b"\0") for rank in ranks_of(run)]
-    assert [b"SLURM_STEP_GPUS=0,1" in environment for environment in environments] == [True] * 4
+    next_claim = f"TORCHRELAY_NEXT_CLAIM={claim_file(run.directory, 6)}".encode()
+    assert [{b"SLURM_STEP_GPUS=0,1", next_claim} <= set(environment) for environment in environments] == [True] * 4
     status = run.status()
     assert (status["state"], status["job_id"], status["attempt"]) == ("running", by_hand, 5)
 

@@ -5,8 +5,7 @@ import os
 import re
 import signal
 import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +13,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from support.attacks import attack
-from support.cluster import ENDLESS, Run, Site, add_script, commands, parent, ranks_of, refused, tiny_data
+from support.cluster import ENDLESS, Run, Site, add_script, commands, refused, tiny_data
 from support.events import records_in
 
-from hpc.base.kernel import process_state
 from hpc.run.events.kinds import Cancelled
 from hpc.run.events.ledger import EventWriter
 from hpc.run.rundir import RunDir
@@ -55,6 +53,7 @@ def test_submission_returns_and_the_run_requeues_itself_until_it_is_cancelled(si
     """A pipe reader must not wait for the run: the controller keeps none of the caller's streams."""
     run = site.submit("--data=data", LOCAL, *ENDLESS, "--nodes=1")
     run.wait_for_steps(20)
+    assert "has no job: it runs on this machine" in refused(site, "shell", run.directory.name)
     followed = site.hpc("logs", run.directory.name, "--rank=0")
     # Where no DNS answers, a warning of torch's comes first.
     assert any(line.startswith("[1:0") and "] starting" in line for line in followed.stdout.splitlines())
@@ -87,10 +86,10 @@ dist.barrier()
 """
 
 
-@pytest.mark.parametrize("ranks", [("--nodes=2", "--gpus-per-node=0"), ("--nodes=1", "--gpus-per-node=3")])
-def test_rank_that_left_and_rank_that_failed_for_it_are_named_after_two_tries(site: Site, ranks: Sequence[str]) -> None:
+def test_rank_that_left_and_rank_that_failed_for_it_are_named_after_two_tries(site: Site) -> None:
     add_script(site, "leaves.py", LEAVES_EARLY)
-    done = site.hpc("submit", LOCAL, *ranks, "--name=early", "--wait", "--json", "--", "leaves.py")
+    flags = (LOCAL, "--nodes=2", "--gpus-per-node=0", "--name=early", "--wait", "--json")
+    done = site.hpc("submit", *flags, "--", "leaves.py")
     assert done.returncode == 1
     [status] = json.loads(site.hpc("status", "early", "--json").stdout)
     [first] = status["interruptions"]
@@ -100,73 +99,6 @@ def test_rank_that_left_and_rank_that_failed_for_it_are_named_after_two_tries(si
         assert failed, text
         assert failed[1] in {"0", "2"}
     assert any("the same failure twice" in line for line in status["budget"])
-
-
-def test_killed_and_stopped_ranks_are_replaced(site: Site) -> None:
-    """The second is killed as soon as the ranks are back, about where the first one was."""
-    never_saved = ("--snapshot-every=off", "--checkpoint-every=1000000")
-    run = site.submit("--data=data", LOCAL, *ENDLESS, *never_saved, "--hang-timeout=15s")
-    run.wait_for_steps(20)
-    assert "has no job: it runs on this machine" in refused(site, "shell", run.directory.name)
-    victim, rank = next(iter(ranks_of(run).items()))
-    # A rank whose wrapper is killed cannot report itself, and its peer complains of a lost connection.
-    os.kill(parent(victim), signal.SIGKILL)
-    run.wait("the second start", lambda: len(run.events("first_step")) == 2)
-    os.kill(next(iter(ranks_of(run))), signal.SIGKILL)
-    run.wait("the third start", lambda: len(run.events("first_step")) == 3)
-    first, second = run.events("interruption")
-    assert (first["cause"], first["rank"], second["cause"]) == ("crashed", rank, "crashed")
-    assert first["detail"].endswith("signal SIGKILL: its process wrapper was killed")
-    assert run.status()["state"] == "running"
-    victim, rank = next(iter(ranks_of(run).items()))
-    os.kill(victim, signal.SIGSTOP)
-    run.wait("the hang", lambda: len(run.events("interruption")) == 3)
-    hang = run.events("interruption")[2]
-    assert (hang["cause"], hang["rank"]) == ("hang", rank)
-    run.cancel()
-
-
-def printed(log: Path) -> str:
-    """Return the last line of a rank's log once it is whole; empty: there is none yet."""
-    text = log.read_text() if log.exists() else ""
-    return text.splitlines()[-1] if text.endswith("\n") else ""
-
-
-MAIN = """
-import os, subprocess, sys, time, model
-print(open(sys.argv[1]).read(), model.WORD, sys.path[0], os.getcwd(), flush=True)
-if "stay" in sys.argv:
-    print(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid, flush=True)
-    time.sleep(1000)
-"""
-
-
-@pytest.mark.slow
-def test_script_starts_where_it_was_submitted(site: Site) -> None:
-    files = {"main.py": MAIN, "model.py": "WORD = 'imported'\n", "data/input.txt": "read"}
-    here = replace(site, path=site.path / "mingpt")
-    for name, text in files.items():
-        (here.path / name).parent.mkdir(parents=True, exist_ok=True)
-        (here.path / name).write_text(text)
-    flags = (LOCAL, "--nodes=1", "--gpus-per-node=1", "--runs-dir=../runs", "--grace-period=3s")
-    # In no repository, so that there is nothing to copy.
-    in_place = here.submit(*flags, "--name=in-place", "--in-place", "--", "main.py", "data/input.txt", "stay")
-    log = in_place.directory.rank_log(1, 0)
-    in_place.wait("the script", lambda: printed(log).isdigit())
-    *_, line, pid = log.read_text().splitlines()
-    assert line == f"read imported {here.path} {here.path}"
-    assert [path.name for path in in_place.directory.code.iterdir()] == [".torchrelay"]
-    assert process_state(int(pid))
-    in_place.cancel()
-    assert not process_state(int(pid)), "nothing outlives a cancelled run"
-    for name, text in files.items():
-        add_script(site, f"mingpt/{name}", text)
-    for name, script in (("script", ["../mingpt/main.py"]), ("module", ["-m", "main"])):
-        done = here.hpc("submit", *flags, f"--name={name}", "--wait", "--", *script, "data/input.txt")
-        assert done.returncode == 0, done.stdout + done.stderr
-        run, place = RunDir(site.path / "runs" / name), f"{site.path}/runs/{name}/code/mingpt"
-        assert printed(run.rank_log(1, 0)) == f"read imported {place} {place}"
-        assert (f"main.py starts in {place}, with {sys.executable}\n" in done.stdout) == (name == "script")
 
 
 READS_AND_WRITES = """
@@ -191,6 +123,9 @@ def test_script_has_the_files_around_it_and_the_run_keeps_what_it_writes(site: S
     failed, run = json.loads(done.stdout)["status"], RunDir(site.path / "runs/own")
     assert [attempt["cause"] for attempt in failed["attempts"]] == ["crashed"]
     assert f"{project.path}/late.txt exists, but not in the run's code" in failed["detail"]
+    assert failed["traceback"][0] == "Traceback (most recent call last):"
+    assert failed["traceback"][-1] == "FileNotFoundError: [Errno 2] No such file or directory: 'late.txt'"
+    assert "\nFileNotFoundError: " in project.hpc("status", "own", "--runs-dir=../../runs").stdout
     assert failed["written"] == [{"path": f"{run.code}/project/checkpoints/", "files": 1}]
     (project.path / "train.py").write_text(READS_AND_WRITES + "print('corrected')\n")
     done = project.hpc("resume", "own", "--new-code", *flags)

@@ -5,29 +5,22 @@ from support.cluster import Site
 
 pytestmark = pytest.mark.slurm
 
+ARRAY = "SLURM_ARRAY_JOB_ID is set, so this job is a part of a job array", "without --array"
+HETEROGENEOUS = "SLURM_HET_SIZE is set, so this job is a part of a heterogeneous job", "alone"
 
-@pytest.mark.parametrize(
-    ("flags", "jobs", "problem", "advice"),
-    [
-        (["--array=0-1"], 2, "SLURM_ARRAY_JOB_ID is set, so this job is a part of a job array", "without --array"),
-        (
-            ["--nodes=1", ":", "--nodes=1", "--begin=now"],
-            1,
-            "SLURM_HET_SIZE is set, so this job is a part of a heterogeneous job",
-            "alone",
-        ),
-    ],
-    ids=["array", "heterogeneous"],
-)
-def test_run_is_one_job(site: Site, flags: list[str], jobs: int, problem: str, advice: str) -> None:
+
+def test_run_is_one_job(site: Site) -> None:
     # Its own job does not start yet.
     run = site.submit("--data=data", "--gpus-per-node=1", "--name=it's", "--sbatch=begin=now+1hour")
     before = sorted(path.name for path in run.directory.events.iterdir())
-    site.slurm("sbatch", "--begin=now", *flags, str(run.directory.script))
+    for flags in (["--array=0-1"], ["--nodes=1", ":", "--nodes=1", "--begin=now"]):
+        site.slurm("sbatch", "--begin=now", *flags, str(run.directory.script))
     run.wait("the end of the other jobs", lambda: site.slurm("squeue", "--me", "-h", "--format=%i") == run.job_id)
-    printed = [path.read_text() for path in run.directory.logs.glob("*_log.out")]
+    printed = sorted(path.read_text() for path in run.directory.logs.glob("*_log.out"))
     consequence = "or was submitted in one, but a run is one job. Nothing was started: type sbatch "
-    line = f"torchrelay: {problem}, {consequence}{run.directory.script} {advice}, outside of such a job\n"
-    assert printed == [line] * jobs
+    assert printed == [
+        f"torchrelay: {problem}, {consequence}{run.directory.script} {advice}, outside of such a job\n"
+        for problem, advice in (ARRAY, ARRAY, HETEROGENEOUS)
+    ]
     assert sorted(path.name for path in run.directory.events.iterdir()) == before
     assert run.status()["state"] == "pending"

@@ -55,12 +55,15 @@ def test_run_whose_job_is_suspended_stands_still(site: Site) -> None:
     # All CPUs, but not --exclusive: a node with a suspended job is none of its own. For longer than a rank or an agent
     # may be silent.
     whole = ("--nodes=4", "--ntasks-per-node=1", "--cpus-per-task=8")
-    site.slurm("sbatch", "--partition=urgent", *whole, "--output=/dev/null", "--wrap=sleep 20")
+    end = site.path / "end"
+    wrap = f"--wrap=sleep 20; until [ -e {end} ]; do sleep 0.2; done"
+    site.slurm("sbatch", "--partition=urgent", *whole, "--output=/dev/null", wrap)
     run.wait("the suspension", lambda: run.queue("%T") == "SUSPENDED")
     suspended = run.status()
     assert (suspended["state"], suspended["reason"]) == ("pending", "suspended")
     assert len(ranks_of(run)) == 2
-    run.wait("that the ranks stand still", lambda: {state_of(rank) for rank in ranks_of(run)} == {"T"}, seconds=10)
+    run.wait("that the ranks stand still", lambda: {state_of(rank) for rank in ranks_of(run)} == {"T"})
+    end.touch()
     run.wait_for_more_steps()
     status = run.status()
     [attempt] = status["attempts"]

@@ -1,4 +1,4 @@
-"""A user's own script on a real Slurm, submitted by an ordinary user: signals, tracebacks."""
+"""A user's own script on a real Slurm, submitted by an ordinary user: signals, and variables of Slurm."""
 
 import json
 import sys
@@ -9,7 +9,6 @@ from support.cluster import TWO_NODES, Run, Site, add_script, preempt
 from hpc.base.files import read_json_lines
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
-ONE_NODE = ("--nodes=1", "--gpus-per-node=1", "--cpus-per-gpu=1")
 
 # Each rank counts in a file of its own, until it is stopped, and in the next attempt 20 steps more. A signal that it
 # handles makes it save, and exit as it was told.
@@ -77,18 +76,6 @@ def test_preempted_script_with_start_once_gets_no_other_job(ordinary_user: Site)
     supervised = ordinary_user.hpc("supervise", "--once")
     assert supervised.returncode == 0, supervised.stderr
     assert not run.is_alive(), "the supervisor does not continue it either"
-
-
-def test_script_that_fails_at_once_is_given_up_with_its_traceback(ordinary_user: Site) -> None:
-    text = "import sys\ndef load(path):\n    return open(path)\nload('/no/such/weights')\n"
-    add_script(ordinary_user, "broken.py", text)
-    run = ordinary_user.submit(*ONE_NODE, "--name=broken", "--", "broken.py")
-    status = run.wait_for_state("failed")
-    assert status["traceback"][0] == "Traceback (most recent call last):"
-    assert status["traceback"][-1] == "FileNotFoundError: [Errno 2] No such file or directory: '/no/such/weights'"
-    shown = ordinary_user.hpc("status", "broken").stdout
-    assert "in load\n" in shown
-    assert "\nFileNotFoundError: " in shown
 
 
 # As research code does, with Slurm's variables before torchrun's.

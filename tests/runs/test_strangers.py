@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -27,9 +27,8 @@ class Project:
     """How a project is started, and what it leaves."""
 
     words: tuple[str, ...] = ("train.py",)
-    """Its script, or `-m` and a module, and the arguments."""
+    """Its script and the arguments."""
     final: str
-    environment: dict[str, str] = field(default_factory=dict)
     progress: str = r"epoch (\d+) done"
     """The pattern of a line that says how far it is."""
     python: str = sys.executable
@@ -38,9 +37,6 @@ class Project:
 OWN = {
     "ignored_data": Project(final="out/final.pt"),
     "outputs": Project(final="results/first/weights/final.pt"),
-    "src_layout": Project(words=("-m", "lines.train"), final="out/final.pt", environment={"PYTHONPATH": "src"}),
-    "submodule": Project(final="out/final.pt"),
-    "without_git": Project(words=("scripts/train.py",), final="out/final.pt"),
 }
 OF_LIBRARIES = {
     "hydra": Project(words=("train.py", "data.rows=48"), final="outputs/first/final.pt", python=LIBRARIES or ""),
@@ -72,8 +68,7 @@ def files_below(directory: Path) -> set[Path]:
 def run_under_torchrun(project: Project, directory: Path) -> None:
     """Run the project to its end, as its author does."""
     torchrun = [project.python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *project.words]
-    environment = {**os.environ, **project.environment}
-    plain = subprocess.run(torchrun, cwd=directory, env=environment, capture_output=True, text=True, check=False)
+    plain = subprocess.run(torchrun, cwd=directory, capture_output=True, text=True, check=False)
     assert plain.returncode == 0, plain.stderr
 
 
@@ -102,7 +97,7 @@ def test_project_runs_as_under_torchrun_though_interrupted(site: Site, tmp_path:
 
     python = [] if project.python == sys.executable else [f"--python={project.python}"]
     flags = (*TWO_NODES, "--grace-period=3s", f"--runs-dir={site.path / 'runs'}", f"--name={name}", *python)
-    run = Site(ours, site.slurm_conf).submit(*flags, "--", *project.words, **project.environment)
+    run = Site(ours, site.slurm_conf).submit(*flags, "--", *project.words)
     for kind in ("worker-kill", "preempt"):
         interrupt(run, project, kind)
     status = run.wait_for_state("completed")

@@ -9,7 +9,7 @@ import os
 import random
 import signal
 import time
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 
 import pytest
 from support.cluster import (
@@ -105,9 +105,6 @@ class Chaos:
     def term(self, _nodes: list[str], job_id: str) -> bool:
         return self.run.site.type("scancel", "--signal=TERM", f"{job_id}.0").returncode == 0
 
-    def requeue(self, _nodes: list[str], job_id: str) -> bool:
-        return self.run.site.type("scontrol", "requeue", job_id).returncode == 0
-
     def no_requeue(self, _nodes: list[str], job_id: str) -> bool:
         """From now on, Slurm refuses to requeue this job."""
         return self.run.site.type("scontrol", "update", f"JobId={job_id}", "Requeue=0").returncode == 0
@@ -156,17 +153,13 @@ def test_a_run_survives_whatever_happens_to_it(site: Site) -> None:
         pytest.fail(f"{path} is left")
 
 
-@pytest.mark.parametrize("supervised", [False, True])
-def test_stops_lose_no_step_and_are_continued_once(site: Site, *, supervised: bool) -> None:
+def test_stops_lose_no_step_and_are_continued_once(site: Site) -> None:
     """A stop may come while the one before it is handled, or while the run starts."""
     training = ("--data=data", *TWO_NODES, f"--epochs={max(10, 2 * FAILURES)}", "--log-every=1")
     undisturbed = site.submit(*training, *TWO_RANKS_HERE, "--name=undisturbed")
     run = site.submit(*training, "--name=stopped", **SLOW_STEPS)
-    # Slurm holds a job for two minutes that was requeued by hand; a supervisor ends that.
-    kinds = (*STOPS, "requeue") if supervised else STOPS
-    with site.supervised() if supervised else nullcontext():
-        assert break_it(Chaos(run, SEED, kinds), (2.0, 8.0)) == FAILURES, "the training ended before: more epochs"
-        run.wait("the end", lambda: run.status()["state"] in {"completed", "failed"}, seconds=900 + 20 * FAILURES)
+    assert break_it(Chaos(run, SEED, STOPS), (2.0, 8.0)) == FAILURES, "the training ended before: more epochs"
+    run.wait("the end", lambda: run.status()["state"] in {"completed", "failed"}, seconds=900 + 20 * FAILURES)
     status = run.status()
     assert (status["state"], status["steps_lost"]) == ("completed", 0), run.evidence()
     assert all(end["cause"] in {"preempted", "requeued", "completed"} for end in status["attempts"])

@@ -30,13 +30,3 @@ def test_run_that_is_preempted_and_loses_its_first_node_continues_in_the_place_o
     preempted, again, _ = assert_loses_a_node(site, run, 2, place=0)
     assert preempted["cause"] == "preempted"
     assert preempted["job_id"] != again["job_id"]
-
-
-def test_run_of_one_node_continues_in_the_place_of_its_job(user: Site, site: Site) -> None:
-    run = user.submit("--data=data", "--nodes=1", *VERY_FEW_EPOCHS, **SLOW_STEPS)
-    run.wait_for_more_steps()
-    preempt(run, site)
-    first, second = run.wait_for_state("completed")["attempts"]
-    assert (first["cause"], second["cause"]) == ("preempted", "completed")
-    assert first["job_id"] != second["job_id"]
-    run.assert_no_gap()

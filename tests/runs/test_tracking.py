@@ -2,12 +2,13 @@
 
 import pytest
 from mlflow.entities import ViewType
-from support.cluster import THREE_EPOCHS, Run, Site, add_script
+from support.cluster import TINY_BATCH, TWO_NODES, Run, Site, add_script
 from support.trackers import mlflow_environment, mlflow_runs, wandb_records, wandb_rows, wandb_runs
 
 from hpc.run.spec import RunSpec
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+THREE_EPOCHS = ("--data=data", *TWO_NODES, *TINY_BATCH, "--epochs=3", "--log-every=1", "--checkpoint-every=5")
 # As its user would write it for one attempt; the first one waits to be interrupted.
 TRACKS_ITSELF = """
 import pathlib, sys, time

@@ -42,8 +42,6 @@ TWO_NODES = ("--nodes=2", "--gpus-per-node=1", "--cpus-per-gpu=1")
 SMALL_BATCH, TINY_BATCH = ("--batch-size=64",), ("--batch-size=16",)
 # Small steps, each of them logged, far more than any test lets happen.
 ENDLESS = (*TWO_NODES, *TINY_BATCH, "--epochs=100000", "--log-every=1", "--checkpoint-every=5")
-# The site's data, on two nodes: 118 steps an epoch.
-THREE_EPOCHS = ("--data=data", *TWO_NODES, *TINY_BATCH, "--epochs=3", "--log-every=1", "--checkpoint-every=5")
 # Long enough to be interrupted, short enough to be trained to the end: 30 steps an epoch.
 TEN_EPOCHS = (
     *SMALL_BATCH,

@@ -26,3 +26,10 @@ def test_a_run_that_stopped_and_has_a_new_job_goes_on(tmp_path: Path, state: Job
     (found,) = predecessors_of(second, RunSpec.load(second), jobs)
     assert found.is_over == is_over
     assert found.problem is None
+
+
+def test_a_run_without_a_job_cannot_be_waited_for(tmp_path: Path) -> None:
+    first = recorded_run(tmp_path / "first", claimed(1.0), attempt_ended(2.0, "preempted"))
+    second = recorded_run(tmp_path / "second", after=(str(first.path),))
+    (found,) = predecessors_of(second, RunSpec.load(second), {})
+    assert found.problem == "run first, which it waits for, has no job: type hpc resume first, or hpc cancel first"

@@ -2,12 +2,10 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from support.cluster import ROOT, Site
 from support.fake_slurm import SINFO, write_programs
 
@@ -54,13 +52,3 @@ def test_unanswered_submission_keeps_what_its_job_may_need(shared: Path) -> None
     assert done.returncode == 1, done.stderr
     assert re.search(r"Socket timed out.*Unable to contact.*hpc cancel", done.stderr)
     assert (shared / "runs" / "run" / "submit.sbatch").exists()
-
-
-@pytest.mark.slurm
-@pytest.mark.parametrize("prints", [LOST_REPLY, "echo Your job is queued."], ids=["the reply was lost", "site's own"])
-def test_queued_job_is_kept_whatever_sbatch_prints(site: Site, prints: str) -> None:
-    path = write_programs(site.path / "bin", sbatch=f'{shutil.which("sbatch")} "$@" >/dev/null; {prints}')
-    run = site.submit(*SUBMIT[1:], "--sbatch=begin=now+1hour", PATH=path)
-    assert run.queue("%T") == "PENDING"
-    assert [event["job_id"] for event in run.events("submitted")] == [run.job_id]
-    run.cancel()

@@ -88,16 +88,6 @@ def test_killed_before_sbatch_queued_the_job(here: tuple[Site, dict[str, str]]) 
     assert "has job 1, which is pending" in done.stderr
 
 
-def test_killed_after_sbatch_queued_the_job(here: tuple[Site, dict[str, str]]) -> None:
-    site, environment = here
-    replace(site, "sbatch", f"{SBATCH} >/dev/null; {HANGS}")
-    kill_when_reached(site, environment, *SUBMIT)
-    for row in (*rows(site, environment, "run"), *rows(site, environment)):
-        assert (row["state"], row["job_id"]) == ("pending", "1")
-    done = site.hpc("resume", "run", **environment)
-    assert "has job 1, which is pending" in done.stderr
-
-
 def test_what_is_about_to_be_submitted_is_pending_and_nobody_else_submits_it(here: tuple[Site, dict[str, str]]) -> None:
     site, environment = here
     replace(site, "sbatch", HANGS)

@@ -71,16 +71,11 @@ def test_signals_and_cancellation_lose_no_step(site: Site) -> None:
     [resubmitted] = run.events("resubmitted")
     assert resubmitted["job_id"] != run.job_id
 
-    # A cancelled run is resumed; not while its job is there, and a job that is submitted by hand says so.
+    # A cancelled run is resumed; not while its job is there.
     run.wait_for_more_steps(4)
     busy = refused(site, "resume", "paused", "--time=2h")
     assert f"has job {resubmitted['job_id']}, which is running" in busy
     run.cancel()
-    by_hand = site.slurm("sbatch", "--parsable", str(run.directory.script))
-    run.wait("the refusal", lambda: run.events("refused"))
-    shown = site.hpc("status", "paused").stdout
-    assert f"job {by_hand}: run paused was cancelled, so this job starts nothing: type hpc resume" in shown
-    run.wait("the end of that job", lambda: not run.is_alive())
     answer = json.loads(site.hpc("resume", "paused", "--time=2h", "--json").stdout)
     assert answer["changed"] == {"--time": "2h"}
     assert site.slurm("squeue", "--noheader", f"--jobs={answer['job_id']}", "--format=%l") == "2:00:00"
@@ -92,7 +87,6 @@ def test_signals_and_cancellation_lose_no_step(site: Site) -> None:
     jobs = [*[run.job_id] * 3, resubmitted["job_id"], answer["job_id"]]
     assert [attempt["job_id"] for attempt in status["attempts"]] == jobs
     assert status["steps_lost"] == 0
-    assert not any("starts nothing" in warning for warning in status["warnings"])
     assert [len(run.events(kind)) for kind in ("requeued", "resubmitted", "resumed")] == [2, 2, 1]
 
 
@@ -117,6 +111,7 @@ def test_first_node_whose_link_is_lost_for_seconds(site: Site) -> None:
     run.wait("busy nodes", lambda: site.slurm("squeue", "--noheader", f"--jobs={job}", "--format=%T") == "RUNNING")
     with without_link(head):
         time.sleep(LOST_SECONDS + 3)
+        run.wait("the loss of the other node", lambda: run.events("node_lost"))
     run.wait("the restored ranks", lambda: len(run.events("train_started")) == 2)
     site.slurm("scancel", job)
     undisturbed = submit_undisturbed(site)

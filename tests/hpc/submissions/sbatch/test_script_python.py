@@ -34,14 +34,3 @@ def test_python_is_found_by_name_and_by_path(environment: Path, tmp_path: Path, 
 def test_lines_that_choose_no_python_are_not_run(tmp_path: Path) -> None:
     assert find_python(lines("export A=$(touch ran)", "ulimit -n 100"), "python", tmp_path) == (None, [])
     assert not (tmp_path / "ran").exists()
-
-
-def test_line_that_fails_here_is_named(environment: Path, tmp_path: Path) -> None:
-    found, warnings = find_python(
-        lines("source nowhere/activate", f"export PATH={environment}:$PATH"), "python", tmp_path
-    )
-    assert found == environment / "python"
-    [warning] = warnings
-    assert warning.startswith("line 2: 'source nowhere/activate' fails on this machine (")
-    assert "No such file or directory" in warning
-    assert warning.endswith("add --python ENV/bin/python")

@@ -99,7 +99,6 @@ def left(runs_dir: Path) -> list[str]:
     return sorted(path.name for path in (runs_dir / DIRECTORY).iterdir())
 
 
-# A submission that waits for a line before it packs its first file.
 def test_archive_of_a_faster_submission_stays(venv: Path, tmp_path: Path) -> None:
     archive = pack(venv, tmp_path)
     before = archive.stat().st_ino

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.cluster import Site, add_script, mounted_volume
+from support.cluster import Site, add_script
 from support.environments import BASE, SITE, make_venv, pack
 from support.staging_nodes import Nodes
 
@@ -70,15 +70,6 @@ def test_base_interpreter_or_archive_that_is_gone_is_named_and_holds_nobody_up(
     archive = tmp_path / gone if gone.endswith(".zst") else pack(venv, tmp_path)
     assert pythons(nodes, archive) == [Path(sys.executable)] * NODES
     assert all(gone in event["fallback"] for event in nodes.events("environment"))
-
-
-@pytest.mark.parametrize("rank", range(NODES))
-def test_node_without_room_uses_the_shared_one_alone(nodes: Nodes, tmp_path: Path, rank: int) -> None:
-    with mounted_volume(nodes.disk(rank), "size=1m,mode=700"):
-        interpreters = pythons(nodes, pack(make_venv(tmp_path / "venv"), tmp_path))
-    assert interpreters[rank] == Path(sys.executable)
-    assert interpreters[1 - rank].is_relative_to(nodes.disk(1 - rank))
-    assert "larger than the available 0 MB" in nodes.events("environment")[rank]["fallback"]
 
 
 def test_node_that_is_asked_to_stop_does_not_wait_for_the_import(nodes: Nodes, tmp_path: Path) -> None:

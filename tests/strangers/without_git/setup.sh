@@ -1,3 +1,0 @@
-cp "$LOOP" lib/loop.py
-mkdir data
-python -c 'import torch; torch.save(torch.randn(64, 4, generator=torch.Generator().manual_seed(0)), "data/numbers.pt")'
