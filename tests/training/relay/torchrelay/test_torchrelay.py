@@ -1,4 +1,4 @@
-"""The library for scripts of one's own: two ranks, stopped, killed and restored."""
+"""The library for scripts of one's own: reports, refusals, and the last checkpoint."""
 
 import json
 import os
@@ -12,46 +12,13 @@ import pytest
 import torchrelay
 from support.cluster import ROOT
 from support.events import assert_typed
-from support.relay_script import Script, agent_variables
-from support.trainings import run_forked, slow
+from support.relay_script import agent_variables
+from support.trainings import run_forked
 
 from hpc.base.environment import HEARTBEAT, NEXT_CLAIM, PROTOCOL
 from hpc.run.rundir import LIBRARY
 
 pytestmark = pytest.mark.timeout(300)
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Script:
-    script = Script(tmp_path_factory.mktemp("whole"))
-    done = script.run(40)
-    assert done.returncode == 0, done.stderr
-    return script
-
-
-@pytest.mark.parametrize("torchrun", [False, slow(True)])
-def test_stopped_script_goes_on_as_if_it_had_not_been(whole: Script, tmp_path: Path, *, torchrun: bool) -> None:
-    script = Script(tmp_path)
-    done = script.run(40, stop_at=20, torchrun=torchrun)
-    assert done.returncode == 0, done.stderr
-    first = [script.results(rank)[0] for rank in (0, 1)]
-    assert all(result["stopped"] for result in first)
-    assert first[0]["step"] == first[1]["step"] == 21, "a step after the signal, which one rank got"
-    assert script.saved() == ["step-00000021"]
-    assert script.run(40).returncode == 0
-    for rank in (0, 1):
-        _, second = script.results(rank)
-        assert second["restored"] == 21
-        assert (second["weights"], second["seen"]) == (whole.results(rank)[0]["weights"], 40 * (rank + 1))
-    steps = [line["step"] for line in script.lines("metrics/train.jsonl")]
-    assert steps == list(range(1, 41))
-    events = script.lines("events/attempt-001-script.jsonl")
-    assert [event["event"] for event in events] == [
-        "train_started", "first_step", "checkpoint_saved", "train_stopped", "train_started", "first_step",
-        "checkpoint_saved",
-    ]  # fmt: skip
-    assert (events[3]["signal"], events[4]["source"], events[4]["step"]) == ("SIGUSR2", "checkpoint", 21)
-    assert_typed(tmp_path / "run" / "events")
 
 
 def test_outside_of_a_run_nothing_is_stopped_written_or_imported(tmp_path: Path) -> None:
