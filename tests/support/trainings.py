@@ -203,7 +203,7 @@ def run_forked(
         process = multiprocessing.get_context("forkserver").Process(target=_run_rank, args=(directory, words, place))
         process.start()
         started.append(process)
-    codes = wait_for_ranks(started, grace_seconds=1)
+    codes = wait_for_ranks(started, grace_seconds=10)
     stdout, stderr = (file.read_text() for file in files)
     return subprocess.CompletedProcess(words, next(filter(None, codes), 0), stdout, stderr)
 

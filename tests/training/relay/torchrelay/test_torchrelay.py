@@ -44,26 +44,6 @@ def test_ranks_that_are_not_connected_are_told_what_to_do(tmp_path: Path) -> Non
     assert "should_stop() needs the other ranks: call it after torch.distributed.init_process_group()" in done.stderr
 
 
-@pytest.mark.parametrize(("value", "wrong_from_the_start"), [("Odd()", True), ("numpy.float64(0.5)", False)])
-def test_state_that_could_not_be_restored_is_refused(tmp_path: Path, value: str, *, wrong_from_the_start: bool) -> None:
-    code = (
-        "import numpy, torchrelay\n"
-        "class Odd:\n"
-        "    value = 0.0\n"
-        "    def state_dict(self): return {'value': self.value}\n"
-        "    def load_state_dict(self, state): self.value = state['value']\n"
-        "odd = Odd()\n"
-        f"if {wrong_from_the_start}: odd.value = {value}\n"
-        "with torchrelay.state(count=Odd(), odd=odd) as saved:\n"
-        "    print('begun')\n"
-        f"    odd.value, saved.step = {value}, 1\n"
-    )
-    done = run_alone(code, tmp_path)
-    assert "TypeError: state(odd=...): its state_dict() holds more than tensors, numbers and texts" in done.stderr
-    assert ("begun" in done.stdout) != wrong_from_the_start, "as soon as it can be known"
-    assert not (tmp_path / "checkpoints" / "step-00000001").exists()
-
-
 def test_torn_line_costs_no_other_and_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics" / "train.jsonl"
     metrics.parent.mkdir()
@@ -112,21 +92,12 @@ for call in (lambda: report(step=1, loss=0.5), should_stop, lambda: state().__en
 """
 
 
-@pytest.mark.parametrize(
-    ("claim", "message", "calls"),
-    [
-        ("nowhere/next", "FileNotFoundError .*No such file or directory: .*nowhere", 1),
-        ("of-another-name", "RuntimeError attempt 2 has begun: attempt 1 writes nothing more", 2),
-    ],
-)
-def test_rank_that_cannot_tell_whether_the_next_attempt_has_begun_writes_nothing(
-    tmp_path: Path, claim: str, message: str, calls: int
-) -> None:
-    (tmp_path / "of-another-name").touch()
-    variables = {**agent_variables(tmp_path), NEXT_CLAIM: str(tmp_path / claim)}
+def test_rank_that_cannot_tell_whether_the_next_attempt_has_begun_writes_nothing(tmp_path: Path) -> None:
+    variables = {**agent_variables(tmp_path), NEXT_CLAIM: str(tmp_path / "nowhere" / "next")}
     done = run_forked(REFUSED.format(library="torchrelay"), directory=tmp_path, **variables)
-    assert [bool(re.match(message, line)) for line in done.stdout.splitlines()] == [True] * calls, done.stderr
-    assert done.stderr.count("cannot be written") == (calls == 1), "a report continues without storage"
+    [refusal] = done.stdout.splitlines()
+    assert re.match("FileNotFoundError .*No such file or directory: .*nowhere", refusal)
+    assert done.stderr.count("cannot be written") == 1, "a report continues without storage"
     assert not (tmp_path / "metrics" / "train.jsonl").exists()
 
 
