@@ -60,6 +60,9 @@ def test_a_value_that_cannot_work_is_refused_with_its_flag_and_what_to_use(
     [
         ({"head_hidden": 8, "model": "squeezenet1_1"}, "--head-hidden cannot be combined with SqueezeNets"),
         ({"loss": "bce", "class_weights": "balanced"}, "--loss bce cannot be combined with --class-weights"),
+        ({"strategy": "fsdp", "ema_decay": 0.9}, "--strategy fsdp cannot be combined with --ema-decay: leave one out"),
+        ({"strategy": "fsdp", "amp": "fp16"}, "--strategy fsdp cannot be combined with --amp fp16"),
+        ({"lr": 0.4, "min_lr": 0.5}, "--min-lr is 0.5, more than the highest learning rate: use 0.4 or less"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(settings: dict[str, Any], message: str) -> None:

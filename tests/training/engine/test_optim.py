@@ -15,7 +15,6 @@ from torch._subclasses import FakeTensorMode
 from torch.optim import lr_scheduler
 from torchvision import models
 
-from hpc.base.errors import UserError
 from training.config.train_config import LrScheduler, Optimizer, TrainConfig
 from training.engine.optim import (
     OPTIMIZERS,
@@ -314,8 +313,3 @@ def test_momentum_is_zero_after_a_first_step_that_overflowed(monkeypatch: pytest
     finally:
         torch.use_deterministic_algorithms(False)
     assert weights.tolist() == [1 - 1 - 1.5] * 3
-
-
-def test_a_floor_above_the_learning_rate_is_refused() -> None:
-    with pytest.raises(UserError, match=r"--min-lr is 0.5, more than the highest learning rate: use 0.4 or less"):
-        TrainConfig(data="x", lr=0.4, min_lr=0.5)
