@@ -217,12 +217,6 @@ def test_biases_and_norms_decay_only_if_they_should(name: str) -> None:
     assert {key for key in weights | others if not torch.equal(plain[key], all_decayed[key])} == weights | others
 
 
-def test_the_decay_of_norms_may_change_in_the_course_of_a_run(start: Starter) -> None:
-    stopped = start("--epochs=2", "--batch-size=20", "--fault=stop@4:0")
-    assert stopped.wait() == [0], stopped.output()
-    start.complete("--epochs=2", "--batch-size=20", "--decay-norm-and-bias")
-
-
 def torchvision_model(name: str) -> nn.Module:
     with torch.device("meta"):
         return models.get_model(name)  # type: ignore[no-any-return]

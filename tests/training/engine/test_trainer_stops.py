@@ -30,12 +30,8 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def trained_steps(run_dir: Path) -> list[int]:
-    return [line["step"] for line in lines(run_dir / "metrics" / "train.jsonl")]
-
-
 def assert_whole_history(run_dir: Path) -> None:
-    assert trained_steps(run_dir) == list(range(1, STEPS + 1))
+    assert [line["step"] for line in lines(run_dir / "metrics" / "train.jsonl")] == list(range(1, STEPS + 1))
     evaluations = [(line["epoch"], line["split"]) for line in lines(run_dir / "metrics" / "eval.jsonl")]
     assert evaluations == [(1, "val"), (2, "val"), (3, "val"), (3, "test")]
 
