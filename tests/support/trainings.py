@@ -250,13 +250,6 @@ def trainer_with(group: "ProcessGroup", data: Path, directory: Path, **settings:
     return make_trainer(RunContext(config=config, run_dir=RunDir(directory), attempt=1, started=0.0), group)
 
 
-def pixel_tolerance() -> int:
-    """How far a pixel that we scale may be from torchvision's, which on CPUs without AVX scales float32 and rounds."""
-    import torch
-
-    return 0 if torch.backends.cpu.get_cpu_capability().startswith("AVX") else 1
-
-
 def agree_at_each_step() -> None:
     """In a rank: exchange flags at every boundary, however short the steps are."""
     from torchrelay import stop_consensus
@@ -330,22 +323,14 @@ def make_cifar(directory: Path, kind: str = "cifar10", per_file: int = 30) -> Pa
     """Random images in the files of CIFAR-10 (of 3 classes) or CIFAR-100 (of 3 fine ones)."""
     from training.config.dataset_layout import CIFAR
 
-    random = np.random.default_rng(3)
-    labels = np.arange(per_file) % 3
-    files = CIFAR[kind]  # type: ignore[index]  # one of its keys
-    parts = {name: (random.integers(0, 256, (per_file, 3, 32, 32)), labels) for name in (*files.train, files.test)}
-    return write_cifar(directory, kind, parts, ["frog", "ship", "truck"])
-
-
-def write_cifar(directory: Path, kind: str, parts: dict[str, tuple[np.ndarray, np.ndarray]], names: list[str]) -> Path:
-    """The files of CIFAR-10 or CIFAR-100, with the images [n, 3, 32, 32] and labels [n] of each by its name."""
-    from training.config.dataset_layout import CIFAR
-
     directory.mkdir(parents=True)
+    random = np.random.default_rng(3)
+    labels = (np.arange(per_file) % 3).tolist()
     files = CIFAR[kind]  # type: ignore[index]  # one of its keys
-    for name, (images, labels) in parts.items():
-        rows = images.astype(np.uint8).reshape(len(images), -1)
-        content = {files.label_key: labels.tolist(), "batch_label": name, "coarse_labels": [0] * len(labels)}
+    for name in (*files.train, files.test):
+        rows = random.integers(0, 256, (per_file, 3, 32, 32)).astype(np.uint8).reshape(per_file, -1)
+        content = {files.label_key: labels, "batch_label": name, "coarse_labels": [0] * per_file}
         (directory / name).write_bytes(pickled_as_published({"data": rows, **content}))
-    (directory / files.meta).write_bytes(pickled_as_published({files.names_key: names, "num_vis": 3072}))
+    names = {files.names_key: ["frog", "ship", "truck"], "num_vis": 3072}
+    (directory / files.meta).write_bytes(pickled_as_published(names))
     return directory

@@ -58,8 +58,10 @@ def steps_of(node: NodeDir) -> list[int]:
     return [step_of(path) for path in list_checkpoints(node.snapshots)]
 
 
-def kill(start: Starter) -> Training:
+@pytest.fixture(scope="module")
+def killed_once(idx_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Training:
     """A training that is killed between two checkpoints, with two newer snapshots in `node`."""
+    start = Starter(idx_data, tmp_path_factory.mktemp("killed"))
     node = start.directory / "node"
     node.mkdir(mode=0o700)
     flags = (*FLAGS, f"--snapshot-every={EVERY}", f"--node-dir={node}")
@@ -69,11 +71,6 @@ def kill(start: Starter) -> Training:
     training.kill()
     assert not training.run_dir.joinpath("final").exists(), "the run was over before it could be killed"
     return training
-
-
-@pytest.fixture(scope="module")
-def killed_once(idx_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Training:
-    return kill(Starter(idx_data, tmp_path_factory.mktemp("killed")))
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from training.config.command_line import is_from_agent, rank_options
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.model_names import models_of
 from training.config.rules import Interval, parse_interval, without_effect
-from training.config.train_config import TrainConfig
+from training.config.train_config import TrainConfig, size_in_epoch
 
 
 @pytest.mark.parametrize(
@@ -135,6 +135,14 @@ def test_snapshots_alone_may_be_automatic_or_off() -> None:
             TrainConfig(data="x", checkpoint_every=word)
     with pytest.raises(UserError, match="--snapshot-every is 'never': use auto, off, steps such as 500, or a duration"):
         TrainConfig(data="x", snapshot_every="never")
+
+
+def test_images_grow_to_the_last_size_in_the_last_epoch() -> None:
+    for epochs in range(1, 9):
+        config = TrainConfig(data="x", model="resnet20", epochs=epochs, initial_image_size=128)
+        sizes = [size_in_epoch(config, 224, epoch) for epoch in range(epochs)]
+        assert sizes == sorted(sizes)
+        assert sizes[-1] == 224
 
 
 @pytest.mark.parametrize(

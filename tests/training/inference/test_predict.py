@@ -22,11 +22,12 @@ from training.data.in_memory import read_idx_pair
 from training.inference import export
 from training.inference.classifier import load_classifier
 from training.inference.exported_model import FORMATS, Format, require_packages
+from training.inference.model_card import read_card
 
 # Scaled from 12 to 16 pixels on the device; more classes than five.
 IDX = ("--epochs=16", "--batch-size=20", "--lr=0.05", "--image-size=16", "--ema-decay=0.5")
-FOLDER = ("--epochs=3", "--batch-size=9", "--lr=0.02", "--model=resnet20", "--image-size=24", "--head-hidden=8")
-FOLDER += ("--eval-crop-pct=24/26", "--interpolation=bicubic")
+FOLDER = ("--epochs=3", "--batch-size=9", "--lr=0.02", "--model=resnet20", "--image-size=16", "--head-hidden=8")
+FOLDER += ("--eval-image-size=24", "--eval-crop-pct=24/28", "--interpolation=bicubic")
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -58,7 +59,7 @@ def documented(code: int, out: str, err: str) -> Any:
     return json.loads(checked_json(("predict", "--json"), done).stdout)
 
 
-def result(directory: Path) -> dict[str, float]:
+def result(directory: Path) -> dict[str, Any]:
     return dict(json.loads((directory / "run" / "final" / "result.json").read_text()))
 
 
@@ -98,6 +99,9 @@ def test_photographs_are_cropped_as_in_the_evaluation(colors: Path, tmp_path: Pa
     assert predictions[0].keys() == {"path", "class", "probability", "class_2", "probability_2", "error"}
     with (colors / "run" / "final" / "confusion.csv").open(newline="") as file:
         evaluated = {row.pop("true class"): row for row in csv.DictReader(file)}
+    card = read_card((colors / "run" / "final" / "model.json").read_text(), "model.json")
+    assert (card.size, card.image_shape, card.crop_pct, card.interpolation) == (24, (3, 24, 24), 24 / 28, "bicubic")
+    assert result(colors)["input"]["size"] == 24
     counts = Counter((Path(each["path"]).parent.name, each["class"]) for each in predictions)
     assert counts == {(true, taken): int(n) for true, row in evaluated.items() for taken, n in row.items() if n != "0"}
 
