@@ -31,9 +31,8 @@ from hpc.run.events import ledger
 from hpc.run.rundir import RunDir
 from jobs.ranks.helper_processes import protect_helper_processes
 from jobs.ranks.script.forked_script import run_script
-from support.cluster import ROOT
+from support.cluster import ROOT, checked_json
 from support.events import record_of
-from support.step_signals import send_to_step
 from training.verify_resume.local_launch import kill_ranks, start_ranks, wait_for_ranks
 
 if TYPE_CHECKING:
@@ -77,11 +76,6 @@ class Training:
             assert time.monotonic() < deadline, f"timeout:\n{self.output()}"
             time.sleep(0.002)
 
-    def send(self, number: int, *ranks: int) -> None:
-        """Send a signal to all processes of these ranks, by default of all."""
-        for rank in ranks or range(len(self.ranks)):
-            send_to_step(number, self.ranks[rank].pid or 0)
-
     def kill(self) -> None:
         """SIGKILL for all ranks."""
         kill_ranks(self.ranks)
@@ -116,6 +110,12 @@ def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
     files = sorted((run_dir / "events").glob("*.jsonl"))
     found = [ledger.decoded(line) for file in files for line in file.read_bytes().splitlines()]
     return [record_of(event) for event in found if name in {event.kind, getattr(event, "what", None)}]
+
+
+def documented(program: str, code: int, out: str, err: str) -> Any:
+    """What a program with --json has printed, which must have the documented shape."""
+    done = subprocess.CompletedProcess([program], code, out, err)
+    return json.loads(checked_json((program, "--json"), done).stdout)
 
 
 def losses(run_dir: Path) -> list[float]:

@@ -11,12 +11,12 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.trainings import Starter, agree_at_each_step, events, lines
+from support.step_signals import send_to_step
+from support.trainings import Starter, events, lines
 
 from hpc.base.errors import EXIT_NO_SPACE
 from hpc.base.kernel import in_signal_mask
@@ -53,7 +53,7 @@ def evaluate_slowly() -> None:
 def test_a_stop_in_a_validation_does_not_wait_for_its_end(start: Starter) -> None:
     training = start(*FLAGS, world_size=2, prepare=evaluate_slowly)
     training.wait_until(lambda: len(events(training.run_dir, "checkpoint_saved")) == 1)
-    training.send(signal.SIGTERM, 0)
+    send_to_step(signal.SIGTERM, training.ranks[0].pid or 0)
     assert training.wait() == [0, 0], training.output()
     assert not (training.run_dir / "metrics" / "eval.jsonl").exists(), "the validation went on"
     assert events(training.run_dir, "train_stopped")[0]["step"] == 19
@@ -109,29 +109,6 @@ def test_a_kill_loses_only_the_steps_since_the_last_checkpoint(start: Starter) -
     assert events(training.run_dir, "train_started")[1]["step"] == saved
     assert [event["step"] for event in events(training.run_dir, "checkpoint_saved")][-3:] == [48, 56, 57]
     assert_whole_history(training.run_dir)
-
-
-def slow_down() -> None:
-    """In a rank: make steps slower than --checkpoint-every."""
-    from training.engine.step import Stepper
-
-    step = Stepper.step
-
-    def slow_step(stepper: Stepper, *arguments: Any) -> None:
-        time.sleep(0.02)
-        step(stepper, *arguments)
-
-    Stepper.step = slow_step  # type: ignore[method-assign]
-    agree_at_each_step()
-
-
-def test_one_request_makes_one_checkpoint(start: Starter) -> None:
-    training = start("--epochs=1", "--batch-size=6", "--checkpoint-every=0.01s", world_size=2, prepare=slow_down)
-    assert training.wait() == [0, 0], training.output()
-    saved = [event["step"] for event in events(training.run_dir, "checkpoint_saved")]
-    # A request takes effect a step later, and then the next one is made: every other step, and the end.
-    assert len(saved) > 12
-    assert {later - earlier for earlier, later in pairwise(saved[:-1])} == {2}, saved
 
 
 def fail_to_save_after(step: int) -> None:

@@ -5,7 +5,6 @@ import io
 import json
 import os
 import shutil
-import subprocess
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +12,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from support.cluster import checked_json
-from support.trainings import Ask, Starter, make_folder, make_idx
+from support.trainings import Ask, Starter, documented, make_folder, make_idx
 
 from hpc.base.errors import TorchrelayError, UserError
 from hpc.base.text import csv_text
@@ -53,12 +51,6 @@ def colors(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def documented(code: int, out: str, err: str) -> Any:
-    """What `hpc predict --json` has printed, which must have the documented shape."""
-    done = subprocess.CompletedProcess(["predict"], code, out, err)
-    return json.loads(checked_json(("predict", "--json"), done).stdout)
-
-
 def result(directory: Path) -> dict[str, Any]:
     return dict(json.loads((directory / "run" / "final" / "result.json").read_text()))
 
@@ -72,7 +64,7 @@ def test_a_model_predicts_as_in_its_test(digits: Path, tmp_path: Path, ask: Ask,
         assert code == 0
         assert "input uint8 ['n', 1, 12, 12]; on 64 images of the test set its probabilities differ" in out
     code, out, err = ask(model, digits / "images", "--json", "--top=5")
-    predictions, labels = documented(code, out, err), read_idx_pair(digits / "data", "test")[1].tolist()
+    predictions, labels = documented("predict", code, out, err), read_idx_pair(digits / "data", "test")[1].tolist()
     assert (code, err, len(predictions)) == (0, "", 101)
     assert [each["path"] for each in predictions] == [str(path) for path in sorted((digits / "images").iterdir())]
     tested = result(digits)
@@ -171,11 +163,12 @@ def test_unreadable_images_are_reported_and_the_others_predicted(colors: Path, t
     assert f"warning: {torn} cannot be read: it is not an image, or it is damaged\n" in err
     assert f"warning: {missing} cannot be read: No such file or directory\n" in err
     code, out, err = ask(colors / "run", torn, whole, "--json")
-    assert [("error" in each, "class" in each) for each in documented(code, out, err)] == [(True, False), (False, True)]
+    predictions = documented("predict", code, out, err)
+    assert [("error" in each, "class" in each) for each in predictions] == [(True, False), (False, True)]
     code, out, _ = ask(colors / "run", torn, whole, "--csv", "--top=2")
     assert [row["error"] for row in csv.DictReader(io.StringIO(out))] == ["it is not an image, or it is damaged", ""]
     assert ask(colors / "run", torn)[:2] == (1, "")
-    mistake = documented(*ask(colors / "run", torn, "--json", "--csv"))
+    mistake = documented("predict", *ask(colors / "run", torn, "--json", "--csv"))
     assert mistake["error"] == "--json and --csv exclude each other: use one of them"
 
 
