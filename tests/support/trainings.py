@@ -65,10 +65,6 @@ class Training:
             rank.join(_TIMEOUT_SECONDS)
         return [rank.exitcode for rank in self.ranks]
 
-    def wait_for_step(self, step: int) -> None:
-        """Until the metrics have this step."""
-        self.wait_until(lambda: any(line["step"] >= step for line in lines(self.run_dir / "metrics" / "train.jsonl")))
-
     def wait_until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + _TIMEOUT_SECONDS
         while not condition():

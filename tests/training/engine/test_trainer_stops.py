@@ -36,22 +36,24 @@ def assert_whole_history(run_dir: Path) -> None:
     assert evaluations == [(1, "val"), (2, "val"), (3, "val"), (3, "test")]
 
 
-def evaluate_slowly() -> None:
-    """In a rank: validate slowly, in many small batches."""
+def validate_after_the_signal() -> None:
+    """In a rank: validate in many small batches, on rank 0 none before the signal."""
+    from torchrelay.stop_signals import signals
+
     from training.data.batch_schedule import BatchRequest, evaluation_requests
     from training.evaluation import evaluator
 
-    def slow_requests(samples: int, batch_size: int, rank: int, world_size: int) -> Iterator[BatchRequest]:
-        for request in evaluation_requests(samples, batch_size, rank, world_size):
-            time.sleep(0.1)
-            yield request
+    def late_requests(samples: int, batch_size: int, rank: int, world_size: int) -> Iterator[BatchRequest]:
+        while rank == 0 and not signals.received():
+            time.sleep(0.01)
+        yield from evaluation_requests(samples, batch_size, rank, world_size)
 
     evaluator._MAX_BATCH = 1  # noqa: SLF001
-    evaluator.evaluation_requests = slow_requests
+    evaluator.evaluation_requests = late_requests
 
 
 def test_a_stop_in_a_validation_does_not_wait_for_its_end(start: Starter) -> None:
-    training = start(*FLAGS, world_size=2, prepare=evaluate_slowly)
+    training = start(*FLAGS, world_size=2, prepare=validate_after_the_signal)
     training.wait_until(lambda: len(events(training.run_dir, "checkpoint_saved")) == 1)
     send_to_step(signal.SIGTERM, training.ranks[0].pid or 0)
     assert training.wait() == [0, 0], training.output()
@@ -99,9 +101,8 @@ def test_a_signal_while_torch_is_being_imported_is_remembered(idx_data: Path, tm
 
 def test_a_kill_loses_only_the_steps_since_the_last_checkpoint(start: Starter) -> None:
     flags = (*FLAGS, "--checkpoint-every=8")
-    training = start(*flags, world_size=2)
-    training.wait_for_step(29)
-    training.kill()
+    training = start(*flags, "--fault=step@30:0", world_size=2)
+    assert -signal.SIGKILL in training.wait()
     saved = events(training.run_dir, "checkpoint_saved")[-1]["step"]
     with (training.run_dir / "metrics" / "train.jsonl").open("a") as file:
         file.write('{"step": 30, "lo')  # as a power cut leaves it
