@@ -14,7 +14,7 @@ STEPS = 1500
 def submit(site: Site, name: str, *flags: str, **environment: str) -> Run:
     """The script, whose ranks write their results into the run directory."""
     add_script(site, "script.py", SCRIPT)
-    words = ("--", "script.py", str(STEPS), "-1", "-1")
+    words = ("--", "script.py", str(STEPS))
     results = str(site.path / "runs" / name)
     return site.submit(*TWO_NODES, *flags, f"--name={name}", *words, RESULTS=results, **environment)
 

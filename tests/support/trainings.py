@@ -31,9 +31,8 @@ from hpc.run.events import ledger
 from hpc.run.rundir import RunDir
 from jobs.ranks.helper_processes import protect_helper_processes
 from jobs.ranks.script.forked_script import run_script
-from support.cluster import ROOT
+from support.cluster import ROOT, checked_json
 from support.events import record_of
-from support.step_signals import send_to_step
 from training.verify_resume.local_launch import kill_ranks, start_ranks, wait_for_ranks
 
 if TYPE_CHECKING:
@@ -66,21 +65,12 @@ class Training:
             rank.join(_TIMEOUT_SECONDS)
         return [rank.exitcode for rank in self.ranks]
 
-    def wait_for_step(self, step: int) -> None:
-        """Until the metrics have this step."""
-        self.wait_until(lambda: any(line["step"] >= step for line in lines(self.run_dir / "metrics" / "train.jsonl")))
-
     def wait_until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + _TIMEOUT_SECONDS
         while not condition():
             assert any(rank.is_alive() for rank in self.ranks), f"the ranks ended early:\n{self.output()}"
             assert time.monotonic() < deadline, f"timeout:\n{self.output()}"
             time.sleep(0.002)
-
-    def send(self, number: int, *ranks: int) -> None:
-        """Send a signal to all processes of these ranks, by default of all."""
-        for rank in ranks or range(len(self.ranks)):
-            send_to_step(number, self.ranks[rank].pid or 0)
 
     def kill(self) -> None:
         """SIGKILL for all ranks."""
@@ -116,6 +106,12 @@ def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
     files = sorted((run_dir / "events").glob("*.jsonl"))
     found = [ledger.decoded(line) for file in files for line in file.read_bytes().splitlines()]
     return [record_of(event) for event in found if name in {event.kind, getattr(event, "what", None)}]
+
+
+def documented(program: str, code: int, out: str, err: str) -> Any:
+    """What a program with --json has printed, which must have the documented shape."""
+    done = subprocess.CompletedProcess([program], code, out, err)
+    return json.loads(checked_json((program, "--json"), done).stdout)
 
 
 def losses(run_dir: Path) -> list[float]:
@@ -203,7 +199,7 @@ def run_forked(
         process = multiprocessing.get_context("forkserver").Process(target=_run_rank, args=(directory, words, place))
         process.start()
         started.append(process)
-    codes = wait_for_ranks(started, grace_seconds=1)
+    codes = wait_for_ranks(started, grace_seconds=10)
     stdout, stderr = (file.read_text() for file in files)
     return subprocess.CompletedProcess(words, next(filter(None, codes), 0), stdout, stderr)
 
@@ -248,13 +244,6 @@ def trainer_with(group: "ProcessGroup", data: Path, directory: Path, **settings:
 
     config = TrainConfig(**{"data": str(data), "batch_size": 20, **settings})  # type: ignore[arg-type]  # its fields
     return make_trainer(RunContext(config=config, run_dir=RunDir(directory), attempt=1, started=0.0), group)
-
-
-def pixel_tolerance() -> int:
-    """How far a pixel that we scale may be from torchvision's, which on CPUs without AVX scales float32 and rounds."""
-    import torch
-
-    return 0 if torch.backends.cpu.get_cpu_capability().startswith("AVX") else 1
 
 
 def agree_at_each_step() -> None:
@@ -330,22 +319,14 @@ def make_cifar(directory: Path, kind: str = "cifar10", per_file: int = 30) -> Pa
     """Random images in the files of CIFAR-10 (of 3 classes) or CIFAR-100 (of 3 fine ones)."""
     from training.config.dataset_layout import CIFAR
 
-    random = np.random.default_rng(3)
-    labels = np.arange(per_file) % 3
-    files = CIFAR[kind]  # type: ignore[index]  # one of its keys
-    parts = {name: (random.integers(0, 256, (per_file, 3, 32, 32)), labels) for name in (*files.train, files.test)}
-    return write_cifar(directory, kind, parts, ["frog", "ship", "truck"])
-
-
-def write_cifar(directory: Path, kind: str, parts: dict[str, tuple[np.ndarray, np.ndarray]], names: list[str]) -> Path:
-    """The files of CIFAR-10 or CIFAR-100, with the images [n, 3, 32, 32] and labels [n] of each by its name."""
-    from training.config.dataset_layout import CIFAR
-
     directory.mkdir(parents=True)
+    random = np.random.default_rng(3)
+    labels = (np.arange(per_file) % 3).tolist()
     files = CIFAR[kind]  # type: ignore[index]  # one of its keys
-    for name, (images, labels) in parts.items():
-        rows = images.astype(np.uint8).reshape(len(images), -1)
-        content = {files.label_key: labels.tolist(), "batch_label": name, "coarse_labels": [0] * len(labels)}
+    for name in (*files.train, files.test):
+        rows = random.integers(0, 256, (per_file, 3, 32, 32)).astype(np.uint8).reshape(per_file, -1)
+        content = {files.label_key: labels, "batch_label": name, "coarse_labels": [0] * per_file}
         (directory / name).write_bytes(pickled_as_published({"data": rows, **content}))
-    (directory / files.meta).write_bytes(pickled_as_published({files.names_key: names, "num_vis": 3072}))
+    names = {files.names_key: ["frog", "ship", "truck"], "num_vis": 3072}
+    (directory / files.meta).write_bytes(pickled_as_published(names))
     return directory

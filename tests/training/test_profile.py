@@ -1,14 +1,11 @@
 """Synthetic data, and the profile of a training: the costs of its parts, and which flag to change."""
 
 import json
-import subprocess
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support.cluster import checked_json
-from support.trainings import Ask, Starter, lines
+from support.trainings import Ask, Starter, documented, lines
 
 from training import profile
 from training.profile import Costs
@@ -43,12 +40,6 @@ def test_the_bottleneck_is_what_the_step_waits_for(costs: dict[str, float], work
     assert part in profile.ADVICE
 
 
-def documented(exit_code: int, out: str, err: str) -> dict[str, Any]:
-    """What `hpc profile --json` has printed, which must have the documented shape."""
-    done = subprocess.CompletedProcess(["profile"], exit_code, out, err)
-    return dict(json.loads(checked_json(("profile", "--json"), done).stdout))
-
-
 FLAGS = ("--batch-size=8", "--seconds=0.05")
 
 
@@ -60,7 +51,7 @@ def test_the_parts_of_a_training_are_measured(
     data = (f"--data={folder_data}", "--image-size=16", "--num-workers=1")
     code, out, err = ask(*FLAGS, *data, "--json", program=profile.main)
     assert code == 0
-    result = documented(code, out, err)
+    result = documented("profile", code, out, err)
     assert (result["world_size"], result["workers"], result["batch_size"]) == (1, 1, 8)
     known = {name for name, value in result["milliseconds"].items() if value is not None}
     assert known == {"step", "loading", "decode", "augment", "compute"}

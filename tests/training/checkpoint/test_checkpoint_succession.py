@@ -15,11 +15,6 @@ from hpc.run.rundir import RunDir
 FLAGS = ("--epochs=3", "--batch-size=10", "--log-every=1", "--checkpoint-every=5", "--keep-checkpoints=50")
 
 
-def claim(run: RunDir, attempt: int) -> None:
-    """Claim an attempt as its agent would."""
-    claim_file(run, attempt).touch()
-
-
 def hold_checkpoints(released: Path) -> None:
     """In a rank, delay checkpoints until the file `released` exists."""
     fsync = os.fsync
@@ -46,7 +41,7 @@ def test_checkpoint_and_metrics_that_come_after_the_next_attempt_are_not_publish
     late = start(*FLAGS, prepare=partial(hold_checkpoints, released))
     run = RunDir(late.run_dir)
     late.wait_until(lambda: any(run.checkpoints.glob(".step-*/manifest.json")))
-    claim(run, 2)
+    claim_file(run, 2).touch()  # as its agent would
     done = len(lines(run.train_metrics))
     released.touch()
     assert late.wait() == [1], late.output()

@@ -16,18 +16,13 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torchrelay import rank_exchange
-from torchrelay.checkpoint_files import list_checkpoints
 from torchrelay.progress_files import Heartbeat, Phase
 from torchrelay.saving.objects import capture
 
-from hpc.run.rundir import RunDir
 from training.checkpoint.saver import Saver
 from training.checkpoint.state import _ScalerState
-from training.config.train_config import TrainConfig
-from training.engine.launch import make_trainer
 from training.engine.trainer import Trainer
 from training.runtime.process_group import ProcessGroup
-from training.runtime.run_context import RunContext
 
 # These belong to the process. Nothing that is computed depends on them. Many are private: the test looks at every
 # attribute that there is, so that it finds a new one, and can name those that it leaves out only by where they are.
@@ -102,20 +97,17 @@ def equal(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
 
 
-def trained_and_restored(group: ProcessGroup, config: TrainConfig, path: Path) -> tuple[Trainer, Trainer]:
+def trained_and_restored(group: ProcessGroup, data: Path, path: Path, **flags: object) -> tuple[Trainer, Trainer]:
     """A trainer after 15 steps, in the middle of an epoch, and a new one that has resumed from its checkpoint."""
-    context = RunContext(config=config, run_dir=RunDir(path), attempt=1, started=0.0)
-    trainers = [make_trainer(context, group) for _ in range(2)]
-    for trainer in trainers:
+    saved, restored = (trainer_with(group, data, path, **flags) for _ in range(2))
+    for trainer in (saved, restored):
         trainer.stepper.warm_up(trainer.data.channels, trainer.data.size)
-    saved, restored = trainers
     saved.resume()
     requests = saved.schedule.requests(0, 0, 0, 1)
     for _ in range(15):
         saved.stepper.step(saved.data.train[next(requests)], saved.loss_meter)
         saved.log_if_due()
-    saved.saver.save(durable=True)
-    saved.saver.writer.wait()
+    save(saved)
     saved.logger.close()
     restored.resume()
     restored.logger.close()
@@ -129,9 +121,9 @@ def test_a_restored_trainer_equals_the_saved_one_and_a_new_attribute_that_is_not
     group: ProcessGroup, start: Starter
 ) -> None:
     """With settings with which everything has a state."""
-    flags = {"epochs": 3, "batch_size": 20, "log_every": 4, "amp": "fp16", "ema_decay": 0.9, "optimizer": "adamw"}
-    config = TrainConfig(data=str(start.data), lr=0.002, model="shufflenet_v2_x0_5", image_size=32, **flags)  # type: ignore[arg-type]
-    saved, restored = trained_and_restored(group, config, start.directory / "run")
+    flags = {"epochs": 3, "log_every": 4, "amp": "fp16", "ema_decay": 0.9, "optimizer": "adamw", "lr": 0.002}
+    flags |= {"model": "shufflenet_v2_x0_5", "image_size": 32}
+    saved, restored = trained_and_restored(group, start.data, start.directory / "run", **flags)
     assert saved.state.progress.step == 15
     assert differing(saved, restored) == set()
 
@@ -159,11 +151,10 @@ class CountingHeartbeat(Heartbeat):
         self.beats[phase] += 1
 
 
-def save(trainer: Trainer) -> Path:
-    """Save a checkpoint, and return its path."""
+def save(trainer: Trainer) -> None:
+    """Save a checkpoint."""
     trainer.saver.save(durable=True)
     trainer.saver.writer.wait()
-    return list_checkpoints(trainer.context.run_dir.checkpoints)[0]
 
 
 @pytest.mark.parametrize("model", ["resnet20", "mnasnet0_5"])

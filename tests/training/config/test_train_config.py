@@ -20,7 +20,7 @@ from training.config.command_line import is_from_agent, rank_options
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.model_names import models_of
 from training.config.rules import Interval, parse_interval, without_effect
-from training.config.train_config import TrainConfig
+from training.config.train_config import TrainConfig, size_in_epoch
 
 
 @pytest.mark.parametrize(
@@ -60,6 +60,9 @@ def test_a_value_that_cannot_work_is_refused_with_its_flag_and_what_to_use(
     [
         ({"head_hidden": 8, "model": "squeezenet1_1"}, "--head-hidden cannot be combined with SqueezeNets"),
         ({"loss": "bce", "class_weights": "balanced"}, "--loss bce cannot be combined with --class-weights"),
+        ({"strategy": "fsdp", "ema_decay": 0.9}, "--strategy fsdp cannot be combined with --ema-decay: leave one out"),
+        ({"strategy": "fsdp", "amp": "fp16"}, "--strategy fsdp cannot be combined with --amp fp16"),
+        ({"lr": 0.4, "min_lr": 0.5}, "--min-lr is 0.5, more than the highest learning rate: use 0.4 or less"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -70,34 +73,25 @@ def test_flags_that_do_not_go_together_are_refused(settings: dict[str, Any], mes
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"lr_step_epochs": "5"}, "--lr-step-epochs 5 has no effect: it applies to --lr-scheduler step"),
+        ({"lr_step_epochs": "5"}, ["--lr-step-epochs 5 has no effect: it applies to --lr-scheduler step"]),
         (
             {"early_stopping_patience": 7},
-            "--early-stopping-patience 7 has no effect: there are too few --epochs to end early",
+            ["--early-stopping-patience 7 has no effect: there are too few --epochs to end early"],
         ),
         (
             {"decay_norm_and_bias": True, "weight_decay": 0.0},
-            "--decay-norm-and-bias has no effect: --weight-decay is 0",
+            ["--decay-norm-and-bias has no effect: --weight-decay is 0"],
         ),
-        ({"warmup_epochs": 9.5}, "--warmup-epochs 9.5 is more than --epochs: --lr is never reached"),
+        ({"warmup_epochs": 9.5}, ["--warmup-epochs 9.5 is more than --epochs: --lr is never reached"]),
+        ({}, []),
+        ({"lr_scheduler": "step", "lr_step_epochs": "5", "lr_gamma": 0.3}, []),
+        ({"lr_scheduler": "plateau", "plateau_patience": 2, "lr_gamma": 0.3}, []),
+        ({"early_stopping_patience": 6, "decay_norm_and_bias": True, "sync_bn": True, "model": "resnet20"}, []),
+        ({"epochs": 1}, []),
     ],
 )
-def test_a_flag_that_changes_nothing_is_named(settings: dict[str, Any], told: str) -> None:
-    assert without_effect(TrainConfig(data="x", **settings)) == [told]
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"lr_scheduler": "step", "lr_step_epochs": "5", "lr_gamma": 0.3},
-        {"lr_scheduler": "plateau", "plateau_patience": 2, "lr_gamma": 0.3},
-        {"early_stopping_patience": 6, "decay_norm_and_bias": True, "sync_bn": True, "model": "resnet20"},
-        {"epochs": 1},
-    ],
-)
-def test_flags_that_count_are_not_named(settings: dict[str, Any]) -> None:
-    assert without_effect(TrainConfig(data="x", **settings)) == []
+def test_a_flag_that_changes_nothing_is_named(settings: dict[str, Any], told: list[str]) -> None:
+    assert without_effect(TrainConfig(data="x", **settings)) == told
 
 
 @pytest.mark.parametrize(
@@ -132,6 +126,14 @@ def test_snapshots_alone_may_be_automatic_or_off() -> None:
             TrainConfig(data="x", checkpoint_every=word)
     with pytest.raises(UserError, match="--snapshot-every is 'never': use auto, off, steps such as 500, or a duration"):
         TrainConfig(data="x", snapshot_every="never")
+
+
+def test_images_grow_to_the_last_size_in_the_last_epoch() -> None:
+    for epochs in range(1, 9):
+        config = TrainConfig(data="x", model="resnet20", epochs=epochs, initial_image_size=128)
+        sizes = [size_in_epoch(config, 224, epoch) for epoch in range(epochs)]
+        assert sizes == sorted(sizes)
+        assert sizes[-1] == 224
 
 
 @pytest.mark.parametrize(

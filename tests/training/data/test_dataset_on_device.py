@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.trainings import Starter, asked, load
+from support.trainings import asked, load
 
 from hpc.base.errors import UserError
 from training.config.train_config import TrainConfig
@@ -66,7 +66,7 @@ def test_data_are_moved_only_where_the_flag_asks_for_it(idx_data: Path) -> None:
     assert move_to_device(config, synthetic_data(config, 16), CPU).on_device, "generated images can be there, too"
 
 
-def test_other_data_are_refused_with_what_to_use(folder_data: Path, idx_data: Path, start: Starter) -> None:
+def test_other_data_are_refused_with_what_to_use(folder_data: Path, idx_data: Path) -> None:
     message = "--data-on-device is on, but the images of a folder or of packed data are cropped on the CPU: use auto"
     with pytest.raises(UserError, match=re.escape(message)):
         on_device(load(folder_data))
@@ -76,10 +76,6 @@ def test_other_data_are_refused_with_what_to_use(folder_data: Path, idx_data: Pa
         with pytest.raises(UserError, match="--data-on-device is on, but the augmentation runs on the CPU: use auto"):
             on_device(load(idx_data, **options))
         assert on_device(load(idx_data, **options), data_on_device="auto").on_device is False
-    start.data = folder_data
-    training = start("--data-on-device=on", "--image-size=16", "--epochs=1", world_size=2)
-    assert training.wait() == [2, 2]
-    assert training.output().count("error: --data-on-device is on, but the images of a folder") == 1
 
 
 def test_on_a_gpu_images_must_fit_and_auto_leaves_most_of_it_free() -> None:

@@ -31,16 +31,6 @@ def look(source: ImageSource, epoch: int | None) -> Tensor:
     return source[BatchRequest(indices=tuple(range(COUNT)), epoch=epoch)].images
 
 
-def test_parts_labels_and_classes_are_those_of_the_folder(folder_data: Path, packed_data: Path) -> None:
-    folder, packed = load(folder_data), load(packed_data)
-    assert packed.classes == folder.classes
-    for one, other in ((folder.train, packed.train), (folder.val, packed.val), (folder.test, packed.test)):
-        assert one is not None
-        assert other is not None
-        assert torch.equal(one.labels, other.labels)
-        assert [one.name(index) for index in range(len(one))] == [other.name(index) for index in range(len(other))]
-
-
 def test_an_evaluation_sees_the_middle_without_scaling_where_it_fits(packed_data: Path) -> None:
     pixels = np.load(packed_data / "val-pixels.npy")
     val = load(packed_data, image_size=35).val  # 224 of 256 is 35 of 40

@@ -15,7 +15,6 @@ from torch._subclasses import FakeTensorMode
 from torch.optim import lr_scheduler
 from torchvision import models
 
-from hpc.base.errors import UserError
 from training.config.train_config import LrScheduler, Optimizer, TrainConfig
 from training.engine.optim import (
     OPTIMIZERS,
@@ -218,12 +217,6 @@ def test_biases_and_norms_decay_only_if_they_should(name: str) -> None:
     assert {key for key in weights | others if not torch.equal(plain[key], all_decayed[key])} == weights | others
 
 
-def test_the_decay_of_norms_may_change_in_the_course_of_a_run(start: Starter) -> None:
-    stopped = start("--epochs=2", "--batch-size=20", "--fault=stop@4:0")
-    assert stopped.wait() == [0], stopped.output()
-    start.complete("--epochs=2", "--batch-size=20", "--decay-norm-and-bias")
-
-
 def torchvision_model(name: str) -> nn.Module:
     with torch.device("meta"):
         return models.get_model(name)  # type: ignore[no-any-return]
@@ -314,8 +307,3 @@ def test_momentum_is_zero_after_a_first_step_that_overflowed(monkeypatch: pytest
     finally:
         torch.use_deterministic_algorithms(False)
     assert weights.tolist() == [1 - 1 - 1.5] * 3
-
-
-def test_a_floor_above_the_learning_rate_is_refused() -> None:
-    with pytest.raises(UserError, match=r"--min-lr is 0.5, more than the highest learning rate: use 0.4 or less"):
-        TrainConfig(data="x", lr=0.4, min_lr=0.5)

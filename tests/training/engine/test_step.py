@@ -112,17 +112,6 @@ def test_a_step_has_grad_accum_steps_micro_batches(group: ProcessGroup, idx_data
     assert [len(images) for images, _ in seen] == [6, 7, 7]
 
 
-def test_a_rank_has_num_workers_loader_workers(
-    group: ProcessGroup, idx_data: Path, folder_data: Path, tmp_path: Path
-) -> None:
-    asked = [
-        trainer_with(group, folder_data, tmp_path / f"{workers}", num_workers=workers).workers for workers in (0, 3)
-    ]
-    assert asked == [0, 3]
-    assert trainer_with(group, folder_data, tmp_path / "folder").workers >= 1
-    assert trainer_with(group, idx_data, tmp_path / "idx").workers == 0, "they cost nothing to make"
-
-
 def test_an_evaluation_starts_no_more_workers_than_it_has_batches(
     group: ProcessGroup, folder_data: Path, tmp_path: Path
 ) -> None:
@@ -133,10 +122,14 @@ def test_an_evaluation_starts_no_more_workers_than_it_has_batches(
     assert started == [2, 2], "27 images are two batches of up to 20"
 
 
-def test_a_rank_has_a_loader_worker_for_each_of_its_cores(group: ProcessGroup, folder_data: Path) -> None:
+def test_a_rank_has_a_loader_worker_for_each_of_its_cores_or_as_many_as_asked_for(
+    group: ProcessGroup, idx_data: Path, folder_data: Path
+) -> None:
     data, config = load(folder_data), TrainConfig(data=str(folder_data))
     assert loader_workers(config, data, replace(group, cores=12)) == 12
     assert loader_workers(config, data, replace(group, cores=128)) == 32, "more take memory, and no GPU needs them"
+    assert [loader_workers(replace(config, num_workers=number), data, group) for number in (0, 3)] == [0, 3]
+    assert loader_workers(config, load(idx_data), group) == 0, "the images cost nothing to make"
 
 
 # What on a GPU makes the host wait for it: numbers and shapes that only the device knows.

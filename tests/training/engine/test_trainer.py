@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.trainings import Starter, Training, events, final, lines, losses, make_folder, make_idx, result, same, slow
+from support.trainings import Starter, Training, events, final, lines, losses, make_folder, make_idx, result
 from torchrelay.checkpoint_files import list_checkpoints
 
 from hpc.base.errors import EXIT_DIVERGED
@@ -70,29 +70,17 @@ def test_a_complete_run_is_left_alone(start: Starter) -> None:
     assert len(events(run, "train_started")) == 1
 
 
-@pytest.mark.parametrize("world_size", [slow(2), 3])
-def test_the_gradient_is_that_of_the_global_batch_however_it_is_shared(start: Starter, world_size: int) -> None:
+@pytest.mark.parametrize(("world_size", "more"), [(3, ()), (2, ("--grad-accum-steps=3",))])
+def test_the_gradient_is_that_of_the_global_batch_however_it_is_shared(
+    start: Starter, world_size: int, more: tuple[str, ...]
+) -> None:
     flags = ("--epochs=1", "--batch-size=7", "--log-every=1", "--label-smoothing=0.1", "--lr=0.02")
     alone = start.complete(*flags, run="alone").run_dir
-    shared = start.complete(*flags, run="shared", world_size=world_size).run_dir
+    shared = start.complete(*flags, *more, run="shared", world_size=world_size).run_dir
     assert len(losses(alone)) == 27
     assert losses(shared) == pytest.approx(losses(alone), rel=1e-3)
     for name, value in final(alone).items():
         assert torch.allclose(value, final(shared)[name], rtol=1e-3, atol=1e-4), name
-
-
-def test_an_evaluation_counts_every_sample_once_for_any_number_of_ranks(start: Starter) -> None:
-    whole = start.complete(*SHORT)
-    first = whole.run_dir
-    for world_size in (2, 3):
-        run = start.copy(whole, f"{world_size}").run_dir
-        shutil.rmtree(run / "final")
-        start.complete(*SHORT, run=f"{world_size}", world_size=world_size)
-        assert result(run)["test_total"] == 101
-        assert result(run)["test_correct"] == result(first)["test_correct"]
-        assert result(run)["test_loss"] == result(first)["test_loss"]
-        assert (run / "final/confusion.csv").read_text() == (first / "final/confusion.csv").read_text()
-        assert lines(run / "metrics" / "eval.jsonl")[-1]["total"] == 101
 
 
 def test_without_a_validation_set_there_is_no_best_and_without_a_test_set_no_test(
@@ -132,7 +120,7 @@ def test_unreadable_images_are_replaced_counted_and_listed(start: Starter, corru
     corrupt = [str(corrupt_data / "train" / name) for name in ("green/0.jpg", "red/4.jpg", "red/5.png")]
     weights = []
     flags = ("--epochs=3", "--batch-size=4", "--lr=0.01", "--image-size=32", "--num-workers=0")
-    for run, world_size in (("alone", 1), ("again", 1), ("shared", 2)):
+    for run, world_size in (("alone", 1), ("shared", 2)):
         training = start.complete(*flags, run=run, world_size=world_size)
         weights.append(final(training.run_dir))
         assert sorted(event["detail"] for event in events(training.run_dir, "image_corrupt")) == corrupt
@@ -142,16 +130,12 @@ def test_unreadable_images_are_replaced_counted_and_listed(start: Starter, corru
         assert (
             f"test: other images replace 1 that cannot be read: {corrupt_data}/test/blue sky/0.jpg" in training.output()
         )
-    assert same(weights[0], weights[1])
-    assert all(torch.allclose(value, weights[2][name], atol=1e-3) for name, value in weights[0].items())
+    assert all(torch.allclose(value, weights[1][name], atol=1e-3) for name, value in weights[0].items())
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_too_many_unreadable_images_end_the_training_with_their_names(
-    start: Starter, corrupt_data: Path, world_size: int
-) -> None:
+def test_too_many_unreadable_images_end_the_training_with_their_names(start: Starter, corrupt_data: Path) -> None:
     start.data = corrupt_data
-    message = refused(start(*SHORT, "--max-corrupt-images=2", "--epochs=9", world_size=world_size), world_size)
+    message = refused(start(*SHORT, "--max-corrupt-images=2", "--epochs=9", world_size=2), 2)
     assert message.startswith(
         "error: 3 images cannot be read, more than --max-corrupt-images 2: replace them or raise it: "
     )
@@ -179,17 +163,10 @@ def unfinished(idx_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Trai
     return training
 
 
-@pytest.mark.parametrize(
-    ("flag", "message"),
-    [
-        ("--batch-size=21", "--batch-size is 21, but step-00000009 was made with 20: use that, or another --run-dir"),
-    ],
-)
-def test_a_checkpoint_of_other_settings_is_not_resumed(
-    start: Starter, unfinished: Training, flag: str, message: str
-) -> None:
+def test_a_checkpoint_of_other_settings_is_not_resumed(start: Starter, unfinished: Training) -> None:
     start.copy(unfinished)
-    assert message in refused(start(*SHORT, "--image-size=24", flag))
+    message = "--batch-size is 21, but step-00000009 was made with 20: use that, or another --run-dir"
+    assert message in refused(start(*SHORT, "--image-size=24", "--batch-size=21"))
 
 
 def test_a_checkpoint_of_other_data_is_not_resumed(start: Starter, unfinished: Training, tmp_path: Path) -> None:
@@ -218,10 +195,11 @@ def test_a_training_that_diverges_ends_and_saves_nothing_of_it(start: Starter) -
 
 def test_flags_that_may_change_take_effect_from_the_checkpoint_on(start: Starter, unfinished: Training) -> None:
     start.copy(unfinished)
-    run = start.complete(*SHORT, "--image-size=24", "--weight-decay=0.125", "--momentum=0.5").run_dir
+    flags = ("--weight-decay=0.125", "--decay-norm-and-bias", "--momentum=0.5")
+    run = start.complete(*SHORT, "--image-size=24", *flags).run_dir
     newest = list_checkpoints(run / "checkpoints")[0]
     [weights, others] = json.loads((newest / "state.json").read_text())["objects"]["optimizer"]["param_groups"]
-    assert (weights["weight_decay"], others["weight_decay"]) == (0.125, 0)
+    assert weights["weight_decay"] == others["weight_decay"] == 0.125
     assert weights["momentum"] == others["momentum"] == 0.5
 
 

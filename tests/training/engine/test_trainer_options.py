@@ -5,34 +5,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.trainings import Starter, events, final, losses
+from support.trainings import Starter, events, final, trainer_with
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from hpc.commands.start.submit import main as submit
-from hpc.run.rundir import RunDir
 from training.config.train_config import TrainConfig
 from training.data.transforms.mixup import Mixup, draw_mix, mix_images, mix_labels
-from training.engine.launch import make_trainer
 from training.engine.loss_meter import LossMeter
 from training.models.ema import Ema
 from training.models.factory import build_model
 from training.runtime.process_group import ProcessGroup
-from training.runtime.run_context import RunContext
 
 # One step of plain gradient descent on everything.
 ONE_STEP = ("--epochs=1", "--batch-size=193", "--momentum=0", "--weight-decay=0", "--warmup-epochs=0", "--lr=0.1")
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_an_accumulated_step_is_the_step_of_the_large_batch(start: Starter, world_size: int) -> None:
-    flags = ("--epochs=1", "--batch-size=23", "--lr=0.02", "--log-every=1", "--label-smoothing=0.1")
-    large = start.complete(*flags, run="large", world_size=world_size).run_dir
-    parts = start.complete(*flags, "--grad-accum-steps=3", run="parts", world_size=world_size).run_dir
-    assert losses(parts) == pytest.approx(losses(large), rel=1e-4)
-    assert final(large).keys() == final(parts).keys()
-    for name, value in final(large).items():
-        assert torch.allclose(value, final(parts)[name], rtol=1e-3, atol=1e-5), name
 
 
 def test_the_moving_average_equals_that_of_torch() -> None:
@@ -78,8 +64,7 @@ def test_gradients_are_clipped_to_the_norm_after_they_are_unscaled(start: Starte
 def test_a_step_whose_float16_gradients_overflow_is_left_out_and_the_scale_halved(
     group: ProcessGroup, idx_data: Path, tmp_path: Path
 ) -> None:
-    config = TrainConfig(data=str(idx_data), batch_size=20, lr=0.15, amp="fp16", epochs=1)
-    trainer = make_trainer(RunContext(config=config, run_dir=RunDir(tmp_path / "run"), attempt=1, started=0.0), group)
+    trainer = trainer_with(group, idx_data, tmp_path / "run", lr=0.15, amp="fp16", epochs=1)
     trainer.state.scaler.load_state_dict({**trainer.state.scaler.state_dict(), "scale": 2.0**40})
     before = [parameter.detach().clone() for parameter in trainer.state.model.parameters()]
     batch = trainer.data.train[next(trainer.schedule.requests(0, 0, 0, 1))]

@@ -11,12 +11,12 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.trainings import Starter, agree_at_each_step, events, lines
+from support.step_signals import send_to_step
+from support.trainings import Starter, events, lines
 
 from hpc.base.errors import EXIT_NO_SPACE
 from hpc.base.kernel import in_signal_mask
@@ -30,34 +30,32 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def trained_steps(run_dir: Path) -> list[int]:
-    return [line["step"] for line in lines(run_dir / "metrics" / "train.jsonl")]
-
-
 def assert_whole_history(run_dir: Path) -> None:
-    assert trained_steps(run_dir) == list(range(1, STEPS + 1))
+    assert [line["step"] for line in lines(run_dir / "metrics" / "train.jsonl")] == list(range(1, STEPS + 1))
     evaluations = [(line["epoch"], line["split"]) for line in lines(run_dir / "metrics" / "eval.jsonl")]
     assert evaluations == [(1, "val"), (2, "val"), (3, "val"), (3, "test")]
 
 
-def evaluate_slowly() -> None:
-    """In a rank: validate slowly, in many small batches."""
+def validate_after_the_signal() -> None:
+    """In a rank: validate in many small batches, on rank 0 none before the signal."""
+    from torchrelay.stop_signals import signals
+
     from training.data.batch_schedule import BatchRequest, evaluation_requests
     from training.evaluation import evaluator
 
-    def slow_requests(samples: int, batch_size: int, rank: int, world_size: int) -> Iterator[BatchRequest]:
-        for request in evaluation_requests(samples, batch_size, rank, world_size):
-            time.sleep(0.1)
-            yield request
+    def late_requests(samples: int, batch_size: int, rank: int, world_size: int) -> Iterator[BatchRequest]:
+        while rank == 0 and not signals.received():
+            time.sleep(0.01)
+        yield from evaluation_requests(samples, batch_size, rank, world_size)
 
     evaluator._MAX_BATCH = 1  # noqa: SLF001
-    evaluator.evaluation_requests = slow_requests
+    evaluator.evaluation_requests = late_requests
 
 
 def test_a_stop_in_a_validation_does_not_wait_for_its_end(start: Starter) -> None:
-    training = start(*FLAGS, world_size=2, prepare=evaluate_slowly)
+    training = start(*FLAGS, world_size=2, prepare=validate_after_the_signal)
     training.wait_until(lambda: len(events(training.run_dir, "checkpoint_saved")) == 1)
-    training.send(signal.SIGTERM, 0)
+    send_to_step(signal.SIGTERM, training.ranks[0].pid or 0)
     assert training.wait() == [0, 0], training.output()
     assert not (training.run_dir / "metrics" / "eval.jsonl").exists(), "the validation went on"
     assert events(training.run_dir, "train_stopped")[0]["step"] == 19
@@ -103,9 +101,8 @@ def test_a_signal_while_torch_is_being_imported_is_remembered(idx_data: Path, tm
 
 def test_a_kill_loses_only_the_steps_since_the_last_checkpoint(start: Starter) -> None:
     flags = (*FLAGS, "--checkpoint-every=8")
-    training = start(*flags, world_size=2)
-    training.wait_for_step(29)
-    training.kill()
+    training = start(*flags, "--fault=step@30:0", world_size=2)
+    assert -signal.SIGKILL in training.wait()
     saved = events(training.run_dir, "checkpoint_saved")[-1]["step"]
     with (training.run_dir / "metrics" / "train.jsonl").open("a") as file:
         file.write('{"step": 30, "lo')  # as a power cut leaves it
@@ -113,29 +110,6 @@ def test_a_kill_loses_only_the_steps_since_the_last_checkpoint(start: Starter) -
     assert events(training.run_dir, "train_started")[1]["step"] == saved
     assert [event["step"] for event in events(training.run_dir, "checkpoint_saved")][-3:] == [48, 56, 57]
     assert_whole_history(training.run_dir)
-
-
-def slow_down() -> None:
-    """In a rank: make steps slower than --checkpoint-every."""
-    from training.engine.step import Stepper
-
-    step = Stepper.step
-
-    def slow_step(stepper: Stepper, *arguments: Any) -> None:
-        time.sleep(0.02)
-        step(stepper, *arguments)
-
-    Stepper.step = slow_step  # type: ignore[method-assign]
-    agree_at_each_step()
-
-
-def test_one_request_makes_one_checkpoint(start: Starter) -> None:
-    training = start("--epochs=1", "--batch-size=6", "--checkpoint-every=0.01s", world_size=2, prepare=slow_down)
-    assert training.wait() == [0, 0], training.output()
-    saved = [event["step"] for event in events(training.run_dir, "checkpoint_saved")]
-    # A request takes effect a step later, and then the next one is made: every other step, and the end.
-    assert len(saved) > 12
-    assert {later - earlier for earlier, later in pairwise(saved[:-1])} == {2}, saved
 
 
 def fail_to_save_after(step: int) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.trainings import Starter, load
+from support.trainings import load
 from torch import Tensor, nn
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms._presets import ImageClassification
@@ -28,13 +28,9 @@ from training.data.transforms.crop import CenterCrop
 from training.engine.evaluation_run import fitting, open_data
 from training.evaluation.evaluated_model import EvaluatedModel
 from training.inference.model_card import ModelCard, read_card
-from training.inference.predict import PredictOptions, predict
 from training.models.factory import SmallResNet, build_model
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
-
-SMALL = ("--model=resnet20", "--image-size=16", "--eval-image-size=24", "--batch-size=9", "--lr=0.02")
-CROP = ("--eval-crop-pct=24/28", "--interpolation=bicubic")
 
 
 def look(source: ImageSource | None, epoch: int | None) -> Tensor:
@@ -54,18 +50,6 @@ def test_photos_are_larger_in_evaluations_alone(kind: str, request: pytest.Fixtu
         assert torch.equal(look(getattr(data, part), None), look(getattr(large, part), None))
     held_out = load(check_data(path).train, image_size=16, eval_image_size=24) if kind == "folder_data" else data
     assert look(held_out.val, None).shape[2:] == (24, 24)
-
-
-def test_a_trained_model_is_tested_and_used_with_the_size_of_its_evaluation(start: Starter, folder_data: Path) -> None:
-    start.data = folder_data
-    run = start.complete(*SMALL, *CROP, "--epochs=3").run_dir
-    result = json.loads((run / "final" / "result.json").read_text())
-    card = json.loads((run / "final" / "model.json").read_text())
-    assert result["input"]["size"] == card["size"] == 24
-    assert card["image_shape"] == [3, 24, 24]
-    assert (card["crop_pct"], card["interpolation"]) == (24 / 28, "bicubic")
-    predictions = predict(PredictOptions(model=str(run), images=(folder_data / "test",)))
-    assert sum(each.top[0][0] == each.path.parent.name for each in predictions) == result["test_correct"]
 
 
 @pytest.mark.parametrize("interpolation", get_args(Interpolation))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.trainings import Starter, events, lines, make_folder
+from support.trainings import Starter, events, lines
 from torchrelay.checkpoint_files import STATE_TENSORS, STATE_VALUES, list_checkpoints
 
 from hpc.base.git import git_revision
@@ -33,14 +33,6 @@ def run(idx_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "recipe.yaml").write_text("recipe: fashion-mnist\n")
     config = f"--config={directory / 'recipe.yaml'}"
     return Starter(idx_data, directory).complete(config, *FLAGS, "--num-workers=0").run_dir
-
-
-@pytest.fixture(scope="module")
-def photographed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of one epoch on photographs, of which one is corrupt."""
-    data = make_folder(tmp_path_factory.mktemp("photos") / "data")
-    (data / "test" / "green" / "4.jpg").write_bytes(b"no image")
-    return Starter(data, data.parent).complete("--epochs=1", "--batch-size=20", "--image-size=128").run_dir
 
 
 def test_a_model_says_what_it_was_made_from(run: Path, idx_data: Path) -> None:
@@ -176,8 +168,9 @@ def test_the_best_model_is_tested_too(start: Starter, ema: str) -> None:
     assert all(torch.equal(value, state[f"{prefix}/{name}"]) for name, value in weights.items())
 
 
-def test_if_the_last_model_is_the_best_its_test_counts_for_both(photographed: Path) -> None:
-    final, best = (result_of(photographed / name) for name in ("final", "best"))
+def test_if_the_last_model_is_the_best_its_test_counts_for_both(start: Starter) -> None:
+    run = start.complete("--epochs=1", "--batch-size=20").run_dir
+    final, best = (result_of(run / name) for name in ("final", "best"))
     assert final["best"]["test_loss"] == best["test_loss"] == final["test_loss"]
 
 

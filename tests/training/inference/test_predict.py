@@ -5,7 +5,6 @@ import io
 import json
 import os
 import shutil
-import subprocess
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +12,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from support.cluster import checked_json
-from support.trainings import Ask, Starter, make_folder, make_idx
+from support.trainings import Ask, Starter, documented, make_folder, make_idx
 
 from hpc.base.errors import TorchrelayError, UserError
 from hpc.base.text import csv_text
@@ -22,11 +20,12 @@ from training.data.in_memory import read_idx_pair
 from training.inference import export
 from training.inference.classifier import load_classifier
 from training.inference.exported_model import FORMATS, Format, require_packages
+from training.inference.model_card import read_card
 
 # Scaled from 12 to 16 pixels on the device; more classes than five.
 IDX = ("--epochs=16", "--batch-size=20", "--lr=0.05", "--image-size=16", "--ema-decay=0.5")
-FOLDER = ("--epochs=3", "--batch-size=9", "--lr=0.02", "--model=resnet20", "--image-size=24", "--head-hidden=8")
-FOLDER += ("--eval-crop-pct=24/26", "--interpolation=bicubic")
+FOLDER = ("--epochs=3", "--batch-size=9", "--lr=0.02", "--model=resnet20", "--image-size=16", "--head-hidden=8")
+FOLDER += ("--eval-image-size=24", "--eval-crop-pct=24/28", "--interpolation=bicubic")
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -52,13 +51,7 @@ def colors(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def documented(code: int, out: str, err: str) -> Any:
-    """What `hpc predict --json` has printed, which must have the documented shape."""
-    done = subprocess.CompletedProcess(["predict"], code, out, err)
-    return json.loads(checked_json(("predict", "--json"), done).stdout)
-
-
-def result(directory: Path) -> dict[str, float]:
+def result(directory: Path) -> dict[str, Any]:
     return dict(json.loads((directory / "run" / "final" / "result.json").read_text()))
 
 
@@ -71,7 +64,7 @@ def test_a_model_predicts_as_in_its_test(digits: Path, tmp_path: Path, ask: Ask,
         assert code == 0
         assert "input uint8 ['n', 1, 12, 12]; on 64 images of the test set its probabilities differ" in out
     code, out, err = ask(model, digits / "images", "--json", "--top=5")
-    predictions, labels = documented(code, out, err), read_idx_pair(digits / "data", "test")[1].tolist()
+    predictions, labels = documented("predict", code, out, err), read_idx_pair(digits / "data", "test")[1].tolist()
     assert (code, err, len(predictions)) == (0, "", 101)
     assert [each["path"] for each in predictions] == [str(path) for path in sorted((digits / "images").iterdir())]
     tested = result(digits)
@@ -98,6 +91,9 @@ def test_photographs_are_cropped_as_in_the_evaluation(colors: Path, tmp_path: Pa
     assert predictions[0].keys() == {"path", "class", "probability", "class_2", "probability_2", "error"}
     with (colors / "run" / "final" / "confusion.csv").open(newline="") as file:
         evaluated = {row.pop("true class"): row for row in csv.DictReader(file)}
+    card = read_card((colors / "run" / "final" / "model.json").read_text(), "model.json")
+    assert (card.size, card.image_shape, card.crop_pct, card.interpolation) == (24, (3, 24, 24), 24 / 28, "bicubic")
+    assert result(colors)["input"]["size"] == 24
     counts = Counter((Path(each["path"]).parent.name, each["class"]) for each in predictions)
     assert counts == {(true, taken): int(n) for true, row in evaluated.items() for taken, n in row.items() if n != "0"}
 
@@ -167,11 +163,12 @@ def test_unreadable_images_are_reported_and_the_others_predicted(colors: Path, t
     assert f"warning: {torn} cannot be read: it is not an image, or it is damaged\n" in err
     assert f"warning: {missing} cannot be read: No such file or directory\n" in err
     code, out, err = ask(colors / "run", torn, whole, "--json")
-    assert [("error" in each, "class" in each) for each in documented(code, out, err)] == [(True, False), (False, True)]
+    predictions = documented("predict", code, out, err)
+    assert [("error" in each, "class" in each) for each in predictions] == [(True, False), (False, True)]
     code, out, _ = ask(colors / "run", torn, whole, "--csv", "--top=2")
     assert [row["error"] for row in csv.DictReader(io.StringIO(out))] == ["it is not an image, or it is damaged", ""]
     assert ask(colors / "run", torn)[:2] == (1, "")
-    mistake = documented(*ask(colors / "run", torn, "--json", "--csv"))
+    mistake = documented("predict", *ask(colors / "run", torn, "--json", "--csv"))
     assert mistake["error"] == "--json and --csv exclude each other: use one of them"
 
 

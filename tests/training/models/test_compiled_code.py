@@ -1,5 +1,6 @@
 """The code that torch.compile makes is made once for each run and kind of processor."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,8 @@ def test_a_start_on_another_node_compiles_nothing(
     first, second = tmp_path / "node1", tmp_path / "node2"
     first.mkdir()
     second.mkdir()
-    cut = start(*FLAGS, f"--node-dir={first}")
-    cut.wait_for_step(2)
-    cut.kill()
+    cut = start(*FLAGS, f"--node-dir={first}", "--fault=step@3:0")
+    assert cut.wait() == [-signal.SIGKILL], cut.output()
     [kept] = (cut.run_dir / "compiled").iterdir()
     assert libraries(kept) == libraries(first / "compiled") != {}
     start.complete(*FLAGS, f"--node-dir={second}")

@@ -34,20 +34,6 @@ def test_compressed_gradients_are_rounded_to_bfloat16(group: ProcessGroup, idx_d
     assert all(torch.equal(value, other.bfloat16().float()) for value, other in zip(rounded, exact, strict=True))
 
 
-def test_images_of_one_channel_have_the_strides_of_channels_last(
-    group: ProcessGroup, idx_data: Path, tmp_path: Path
-) -> None:
-    trainer = trainer_with(group, idx_data, tmp_path / "run", model="resnet20")
-    channels, size = trainer.data.channels, trainer.data.size
-    images = torch.randint(256, (2, channels, size, size), dtype=torch.uint8)
-    found = trainer.stepper.preprocess(images)
-    assert channels == 1
-    # torch.contiguous leaves images of one channel as they are; cuDNN then computes gradients that DDP must copy.
-    assert found.stride() == found.clone().to(memory_format=torch.channels_last).stride()
-    assert found.stride()[1] == 1
-    assert found.reshape(2, -1).argsort().equal(images.reshape(2, -1).float().argsort()), "the same images"
-
-
 def test_rank_0_broadcasts_buffers_in_each_step_only_if_the_forward_pass_may_read_them(
     group: ProcessGroup, idx_data: Path, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""The library for scripts of one's own: two ranks, stopped, killed and restored."""
+"""The library for scripts of one's own: reports, refusals, and the last checkpoint."""
 
 import json
 import os
@@ -12,46 +12,13 @@ import pytest
 import torchrelay
 from support.cluster import ROOT
 from support.events import assert_typed
-from support.relay_script import Script, agent_variables
-from support.trainings import run_forked, slow
+from support.relay_script import agent_variables
+from support.trainings import run_forked
 
 from hpc.base.environment import HEARTBEAT, NEXT_CLAIM, PROTOCOL
 from hpc.run.rundir import LIBRARY
 
 pytestmark = pytest.mark.timeout(300)
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Script:
-    script = Script(tmp_path_factory.mktemp("whole"))
-    done = script.run(40)
-    assert done.returncode == 0, done.stderr
-    return script
-
-
-@pytest.mark.parametrize("torchrun", [False, slow(True)])
-def test_stopped_script_goes_on_as_if_it_had_not_been(whole: Script, tmp_path: Path, *, torchrun: bool) -> None:
-    script = Script(tmp_path)
-    done = script.run(40, stop_at=20, torchrun=torchrun)
-    assert done.returncode == 0, done.stderr
-    first = [script.results(rank)[0] for rank in (0, 1)]
-    assert all(result["stopped"] for result in first)
-    assert first[0]["step"] == first[1]["step"] == 21, "a step after the signal, which one rank got"
-    assert script.saved() == ["step-00000021"]
-    assert script.run(40).returncode == 0
-    for rank in (0, 1):
-        _, second = script.results(rank)
-        assert second["restored"] == 21
-        assert (second["weights"], second["seen"]) == (whole.results(rank)[0]["weights"], 40 * (rank + 1))
-    steps = [line["step"] for line in script.lines("metrics/train.jsonl")]
-    assert steps == list(range(1, 41))
-    events = script.lines("events/attempt-001-script.jsonl")
-    assert [event["event"] for event in events] == [
-        "train_started", "first_step", "checkpoint_saved", "train_stopped", "train_started", "first_step",
-        "checkpoint_saved",
-    ]  # fmt: skip
-    assert (events[3]["signal"], events[4]["source"], events[4]["step"]) == ("SIGUSR2", "checkpoint", 21)
-    assert_typed(tmp_path / "run" / "events")
 
 
 def test_outside_of_a_run_nothing_is_stopped_written_or_imported(tmp_path: Path) -> None:
@@ -75,26 +42,6 @@ def run_alone(code: str, directory: Path, **environment: str) -> "subprocess.Com
 def test_ranks_that_are_not_connected_are_told_what_to_do(tmp_path: Path) -> None:
     done = run_alone("import torchrelay; torchrelay.should_stop()", tmp_path, WORLD_SIZE="2")
     assert "should_stop() needs the other ranks: call it after torch.distributed.init_process_group()" in done.stderr
-
-
-@pytest.mark.parametrize(("value", "wrong_from_the_start"), [("Odd()", True), ("numpy.float64(0.5)", False)])
-def test_state_that_could_not_be_restored_is_refused(tmp_path: Path, value: str, *, wrong_from_the_start: bool) -> None:
-    code = (
-        "import numpy, torchrelay\n"
-        "class Odd:\n"
-        "    value = 0.0\n"
-        "    def state_dict(self): return {'value': self.value}\n"
-        "    def load_state_dict(self, state): self.value = state['value']\n"
-        "odd = Odd()\n"
-        f"if {wrong_from_the_start}: odd.value = {value}\n"
-        "with torchrelay.state(count=Odd(), odd=odd) as saved:\n"
-        "    print('begun')\n"
-        f"    odd.value, saved.step = {value}, 1\n"
-    )
-    done = run_alone(code, tmp_path)
-    assert "TypeError: state(odd=...): its state_dict() holds more than tensors, numbers and texts" in done.stderr
-    assert ("begun" in done.stdout) != wrong_from_the_start, "as soon as it can be known"
-    assert not (tmp_path / "checkpoints" / "step-00000001").exists()
 
 
 def test_torn_line_costs_no_other_and_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
@@ -145,21 +92,12 @@ for call in (lambda: report(step=1, loss=0.5), should_stop, lambda: state().__en
 """
 
 
-@pytest.mark.parametrize(
-    ("claim", "message", "calls"),
-    [
-        ("nowhere/next", "FileNotFoundError .*No such file or directory: .*nowhere", 1),
-        ("of-another-name", "RuntimeError attempt 2 has begun: attempt 1 writes nothing more", 2),
-    ],
-)
-def test_rank_that_cannot_tell_whether_the_next_attempt_has_begun_writes_nothing(
-    tmp_path: Path, claim: str, message: str, calls: int
-) -> None:
-    (tmp_path / "of-another-name").touch()
-    variables = {**agent_variables(tmp_path), NEXT_CLAIM: str(tmp_path / claim)}
+def test_rank_that_cannot_tell_whether_the_next_attempt_has_begun_writes_nothing(tmp_path: Path) -> None:
+    variables = {**agent_variables(tmp_path), NEXT_CLAIM: str(tmp_path / "nowhere" / "next")}
     done = run_forked(REFUSED.format(library="torchrelay"), directory=tmp_path, **variables)
-    assert [bool(re.match(message, line)) for line in done.stdout.splitlines()] == [True] * calls, done.stderr
-    assert done.stderr.count("cannot be written") == (calls == 1), "a report continues without storage"
+    [refusal] = done.stdout.splitlines()
+    assert re.match("FileNotFoundError .*No such file or directory: .*nowhere", refusal)
+    assert done.stderr.count("cannot be written") == 1, "a report continues without storage"
     assert not (tmp_path / "metrics" / "train.jsonl").exists()
 
 

@@ -5,8 +5,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -128,18 +126,6 @@ def test_a_heartbeat_that_cannot_be_written_does_not_hurt(tmp_path: Path, monkey
     monkeypatch.setattr(os, "pwrite", full)
     Heartbeat(tmp_path / "beat", 0).beat("start")
     assert (tmp_path / "beat").stat().st_size == 0
-
-
-def test_a_real_process_that_is_aborted_in_its_imports_prints_its_stacks(idx_data: Path, tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", "training", "--data", str(idx_data), "--run-dir", str(tmp_path / "run")]
-    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as process:
-        while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
-            assert process.poll() is None
-        process.send_signal(signal.SIGABRT)
-        _, output = process.communicate()
-    assert process.returncode == -signal.SIGABRT
-    assert "Fatal Python error: Aborted" in output
-    assert "in <module>" in output
 
 
 def load_forever(started: Path) -> None:

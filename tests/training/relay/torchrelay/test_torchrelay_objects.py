@@ -146,6 +146,7 @@ def test_ranks_with_different_tensors_are_refused(tmp_path: Path) -> None:
 
 ODD_ON_RANK_1 = """
 import os, sys
+import numpy
 from torch import distributed
 from torchrelay import state
 distributed.init_process_group("gloo")
@@ -153,10 +154,11 @@ class Count:
     value = 0
     def state_dict(self): return {"value": self.value}
     def load_state_dict(self, state): self.value = state["value"]
-count, odd = Count(), object() if os.environ["RANK"] == "1" else 0
+count, odd = Count(), numpy.float64(0.5) if os.environ["RANK"] == "1" else 0.5
 if sys.argv[1] == "before the first step":
     count.value = odd
 with state(count=count) as saved:
+    print("begun")
     count.value, saved.step = odd, 1
 """
 
@@ -167,7 +169,9 @@ def test_error_of_one_rank_ends_the_others_with_its_reason(tmp_path: Path, when:
     refused = run_forked(ODD_ON_RANK_1, when, directory=tmp_path, ranks=2, **agent_variables(tmp_path / "run"))
     assert refused.returncode != 0
     for error in ("TypeError: ", "OtherRankError: rank 1: "):
-        assert f"{error}state(count=...): its state_dict() holds more than tensors" in refused.stderr
+        assert f"{error}state(count=...): its state_dict() holds more than tensors, numbers and texts" in refused.stderr
+    assert ("begun" in refused.stdout) == (when == "later"), "as soon as it can be known"
+    assert not list((tmp_path / "run").glob("checkpoints/step-*"))
 
 
 RESUMED = """

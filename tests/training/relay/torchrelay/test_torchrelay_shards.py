@@ -138,6 +138,17 @@ def test_fewer_ranks_go_on_from_the_copies_of_a_lost_nodes_shards(tmp_path: Path
     assert set(shards_of(tmp_path / "node-0")) <= {"shard-00000-of-00002", "shard-00001-of-00002"}, "old ones stay"
 
 
+def test_copy_on_another_node_replaces_a_damaged_shard(tmp_path: Path) -> None:
+    _, weights = result(run(tmp_path / "undisturbed", "fsdp2", 2, 1))
+    assert run(tmp_path, "fsdp2", 2, 1, kill_at=KILLED_AT).returncode != 0
+    damaged = tmp_path / "node-1" / "shard-00001-of-00002"
+    for file in damaged.glob("step-*/*.safetensors"):
+        file.unlink()
+    again = run(tmp_path, "fsdp2", 2, 1)
+    assert result(again) == (SAVED_AT[-1], weights)
+    assert f"rank 0: snapshot {damaged}/step-" in again.stderr, "rank 0 says what is damaged on node 1"
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torch_reads_a_sharded_checkpoint_without_torchrelay(tmp_path: Path) -> None:
     from torch.distributed.checkpoint import HuggingFaceStorageReader, load  # torch 2.6 lacks the first

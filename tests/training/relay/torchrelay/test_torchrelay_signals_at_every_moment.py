@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.step_signals import send_to_step
-from support.trainings import Starter, agree_at_each_step, events
+from support.trainings import Starter, agree_at_each_step, events, slow
 
 from hpc.run.rundir import RunDir
 from training.verify_resume.compare import compare_runs
@@ -40,6 +40,7 @@ MOMENTS = {
 }
 # Rank 0 alone does these.
 OF_RANK_0 = {"copying the state", "writing a checkpoint"}
+ONE, MANY = (signal.SIGTERM,), (signal.SIGUSR2, signal.SIGTERM) * 2
 
 
 def find(place: str) -> tuple[Any, str, Callable[..., Any]]:
@@ -80,13 +81,12 @@ def uninterrupted(idx_data: Path, tmp_path_factory: pytest.TempPathFactory) -> R
 
 
 @pytest.mark.parametrize(
-    "numbers",
+    ("moment", "numbers"),
     [
-        pytest.param((signal.SIGTERM,), id="once"),
-        pytest.param((signal.SIGUSR2, signal.SIGTERM) * 2, id="both", marks=pytest.mark.slow),
+        *((moment, ONE) for moment in MOMENTS),
+        *(slow(moment, MANY) for moment in ("the first step", "writing the result", "leaving the other ranks")),
     ],
 )
-@pytest.mark.parametrize("moment", MOMENTS)
 def test_a_request_to_stop_costs_nothing(
     start: Starter, uninterrupted: RunDir, moment: str, numbers: tuple[int, ...]
 ) -> None:

@@ -78,32 +78,19 @@ def test_without_space_for_the_next_the_newest_stays(tmp_path: Path, file_limit:
     assert_saved(tmp_path, [6, 5])
 
 
-def with_a_sparse_tensor(model: nn.Module) -> None:
-    model.register_buffer("other", torch.eye(2).to_sparse())
+UNUSUAL: dict[str, Callable[[], torch.Tensor]] = {
+    "sparse": lambda: torch.eye(2).to_sparse(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+    "of a dtype that safetensors lacks": lambda: torch.tensor([1 + 2j, 3j], dtype=torch.complex128),
+    "conjugate": lambda: torch.tensor([1 + 2j, 3j]).conj(),
+}
 
 
-def with_a_quantized_tensor(model: nn.Module) -> None:
-    model.register_buffer("other", torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8))
-
-
-def with_a_dtype_that_safetensors_lacks(model: nn.Module) -> None:
-    model.register_buffer("other", torch.tensor([1 + 2j, 3j], dtype=torch.complex128))
-
-
-def with_a_conjugate(model: nn.Module) -> None:
-    model.register_buffer("other", torch.tensor([1 + 2j, 3j]).conj())
-
-
-@pytest.mark.parametrize(
-    "prepare",
-    [
-        with_a_sparse_tensor, with_a_quantized_tensor, with_a_dtype_that_safetensors_lacks, with_a_conjugate,
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("make", UNUSUAL.values(), ids=UNUSUAL.keys())
 @pytest.mark.filterwarnings("ignore")  # torch's, about such tensors
-def test_unusual_tensors_are_restored_as_they_are(tmp_path: Path, prepare: Callable[[nn.Module], None]) -> None:
+def test_unusual_tensors_are_restored_as_they_are(tmp_path: Path, make: Callable[[], torch.Tensor]) -> None:
     model = nn.Linear(3, 2)
-    prepare(model)
+    model.register_buffer("other", make())
     expected = str(model.state_dict())
     files = SnapshotFiles(tmp_path)
     for step in range(3):
