@@ -18,7 +18,7 @@ from hpc.run.events.kinds import AttemptEnded, Interrupted, Notifying
 from hpc.run.rundir import RunDir
 from hpc.run.spec import Notification, Recovery, Resources
 from simulation.cluster import NEXT, Cluster
-from simulation.ranks import KINDS, PEER_DIED, Injected, Training
+from simulation.ranks import KINDS, PEER_DIED, Training
 from simulation.slurm import LOGIN, Configuration, Job, State
 from simulation.world import World
 
@@ -338,13 +338,11 @@ class Schedule:
 
     def _inject(self, fault: Fault) -> None:
         cluster, slurm = self.cluster, self.cluster.slurm
-        now, until = cluster.now, cluster.now + fault.seconds
+        until = cluster.now + fault.seconds
         running = [job for job in slurm.jobs.values() if job.state is State.RUNNING]
         agents = [each for each in cluster.processes_on(fault.host) if each.name.startswith("agent")]
         acts: dict[str, Callable[[], object]] = {
-            **dict.fromkeys(
-                KINDS, lambda: cluster.injected.append(Injected(due=now, kind=fault.kind, host=fault.host))
-            ),
+            **dict.fromkeys(KINDS, lambda: cluster.injected.append((fault.kind, fault.host))),
             "kill-host": lambda: fault.host in cluster.network.dead or cluster.kill_host(fault.host),
             "revive": lambda: fault.host in cluster.network.dead and cluster.revive_host(fault.host),
             "kill-agent": lambda: [each.end(137) for each in agents],

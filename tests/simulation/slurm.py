@@ -201,18 +201,12 @@ class Slurm:
         holding = {State.RUNNING, State.COMPLETING}
         return {host for job in self.jobs.values() if job.state in holding for host in job.hosts}
 
-    def free_hosts(self) -> list[str]:
-        """Return the hosts on which a job may start."""
-        taken = self._taken_hosts()
-        return [
-            host for host in self.configuration.nodes if host not in taken | self.down | {*self.dead, *self.unreachable}
-        ]
-
     def _try_to_start(self, job: Job) -> None:
         if job.held or job.eligible > self.world.now or self._waits(job):
             return
         job.reason = "Resources"
-        free = [host for host in self.free_hosts() if host not in job.excluded]
+        barred = {*job.excluded, *self._taken_hosts(), *self.down, *self.dead, *self.unreachable}
+        free = [host for host in self.configuration.nodes if host not in barred]
         fewest, most = job.nodes
         if len(free) < fewest:
             return
@@ -294,16 +288,12 @@ class Slurm:
     def revive_host(self, host: str) -> None:
         """Bring a host back: its daemon registers with the controller."""
         if host in self.dead:
-            # A daemon that restarts before its node was marked down fails the node's jobs.
-            self._notice(host)
+            if host not in self.down:  # a daemon that restarts before its node was marked down fails the node's jobs
+                self.dead[host] = self.world.now - self.configuration.slurmd_timeout
+                self._notice_dead_nodes()
             del self.dead[host]
             self.missed.discard(host)
             self.down.discard(host)
-
-    def _notice(self, host: str) -> None:
-        if host not in self.down:
-            self.dead[host] = self.world.now - self.configuration.slurmd_timeout
-            self._notice_dead_nodes()
 
     def preempt(self, job: Job) -> None:
         """Preempt a running job."""

@@ -141,14 +141,6 @@ class SimulatedOs(StandIn):
         world = World.current
         return world.process.pid if world and world.task else os.getpid()
 
-    def uname(self) -> Any:
-        """Return the name of the simulated host."""
-        world = World.current
-        real = os.uname()
-        if world is None or world.task is None:
-            return real
-        return os.uname_result((real.sysname, world.process.host, real.release, real.version, real.machine))
-
     def open(self, path: Any, flags: int, mode: int = 0o777) -> int:
         """Open a file or directory."""
         if here := storage():

@@ -145,10 +145,6 @@ class World:
             if task.greenlet and not task.greenlet.dead:
                 task.greenlet.throw(GreenletExit)
 
-    def clock_offset(self) -> float:
-        """Return how far the clock of the running process's host is ahead, in seconds."""
-        return self.clock_offsets.get(self.process.host, 0.0)
-
     def tell(self, text: str) -> None:
         """Add a line to the timeline."""
         self.timeline.append(f"{self.now:9.2f}  {text}")
