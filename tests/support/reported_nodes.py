@@ -108,7 +108,7 @@ class CoordinatedAttempt:
             self.coordinator.poll()
             self.node.storage.finish()
 
-    def beat(self, node_rank: int, **fields: Any) -> RankHeartbeat:
+    def beat(self, node_rank: int, **fields: Any) -> None:
         """Report a heartbeat of the node's rank, which has the same number."""
         usual = {
             "step": 9,
@@ -118,9 +118,7 @@ class CoordinatedAttempt:
             "step_seconds": 0.1,
             "busy_seconds": 0.1,
         }
-        heartbeat = RankHeartbeat(rank=node_rank, **{**usual, **fields})
-        self.nodes.report(node_rank, heartbeats=(heartbeat,))
-        return heartbeat
+        self.nodes.report(node_rank, heartbeats=(RankHeartbeat(rank=node_rank, **{**usual, **fields}),))
 
     def start(self, *, ended: Sequence[int] = (), restarts: int = 0) -> None:
         """Report that each node's rank, which has the same number, runs or has ended with exit code 0."""
