@@ -108,12 +108,15 @@ def test_ranks_without_heartbeats_live_while_they_compute_or_print(
     channel = ControlServer("secret", 1)
     ranks = NodeMonitor(node, held, channel, StopRequest()).ranks
     shell(command)
-    time.sleep(0.5)  # the shell has read its command
-    ended, still = time.monotonic() + 4.0, list[float]()
-    while time.monotonic() < ended:
+    began = time.monotonic()
+
+    def still_seconds() -> float:
         [heartbeat] = ranks.heartbeats()
         assert (heartbeat.rank, heartbeat.phase) == (3, "unwatched")
-        still.append(heartbeat.still_seconds)
-        time.sleep(0.05)
-    assert (max(still) > 2.5) == is_still, still
+        return heartbeat.still_seconds
+
+    if is_still:
+        wait_for(lambda: still_seconds() > 2.0)
+    else:
+        wait_for(lambda: still_seconds() < 1.0 and time.monotonic() > began + 2.5)
     channel.close()

@@ -79,19 +79,6 @@ def test_nothing_outlives_a_killed_agent() -> None:
     assert not children(torchrun)
 
 
-def test_aborted_rank_prints_its_stacks(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    write = f"import os, time; os.dup2(os.open({str(log)!r}, os.O_WRONLY | os.O_CREAT), 2); os.write(2, b'1')"
-    code = f"{write}; time.sleep(300)"
-    environment = {**os.environ, "PYTHONFAULTHANDLER": "1"}
-    nested = NESTED.format(code=NESTED.format(code=code, new=False), new=True)
-    with Torchrun([sys.executable, "-c", nested], environment, Path("/")) as torchrun:
-        wait_for(lambda: torchrun.ranks() and log.exists() and log.read_text())
-        torchrun.abort_ranks()
-        wait_for(lambda: torchrun.exit_code is not None)
-    assert "Fatal Python error: Aborted" in log.read_text()
-
-
 def test_rank_that_hangs_in_the_fork_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only a wrapper that has no session yet is killed; one that has a session may take longer."""
     monkeypatch.setattr("jobs.ranks.torchrun._FORK_SECONDS", 0.5)
@@ -319,13 +306,7 @@ def test_heartbeats_of_living_ranks_only(tmp_path: Path, ranks: LocalRanks) -> N
     assert ranks.heartbeats() == ()
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"step": None}, {"step": "12"}, {"step": True}, {"step": -1}, {"rank": [1]}, {"pid": "7"},
-        {"pid": 10**30}, {"phase": {}}, {"step_seconds": "0.1"}, {"busy_seconds": -1},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("wrong", [{"step": True}, {"step": -1}, {"rank": [1]}, {"pid": 10**30}, {"phase": {}}])
 def test_heartbeat_that_is_none_is_mentioned_once_and_not_used(
     wrong: dict[str, object], tmp_path: Path, ranks: LocalRanks, capsys: pytest.CaptureFixture[str]
 ) -> None:
