@@ -133,9 +133,8 @@ class Slurm:
         """Processes of jobs that have ended without the controller reaching their host."""
         self.away_until = 0.0
         """The controller does not answer before this time."""
-        self.lose_replies = 0
-        """This number of commands are carried out, and time out."""
-        self.lose_reply_of = ""
+        self.lose_replies_of = set[str]()
+        """The next of these commands is carried out, and times out."""
         self.refuse = Counter[str]()
         """Commands that are refused, and how often."""
         self._next = 1
@@ -335,8 +334,8 @@ class Slurm:
             self.refuse[key] -= 1
             raise SlurmRefusalError(f"{key}: Requested operation is presently disabled")
         answer = self._answer(command)
-        if (self.lose_replies and command[0] in {"sbatch", "scancel", "scontrol"}) or self.lose_reply_of == command[0]:
-            self.lose_replies, self.lose_reply_of = max(0, self.lose_replies - 1), ""
+        if command[0] in self.lose_replies_of:
+            self.lose_replies_of.clear()
             world.tell(f"{' '.join(command[:3])} is carried out, and its reply is lost")
             world.wait(_TIMEOUT_SECONDS)
             raise TorchrelayError(f"{command[0]} did not answer within 30 s: is slurmctld down?")

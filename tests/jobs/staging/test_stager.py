@@ -304,6 +304,7 @@ def test_source_that_vanishes_is_retried_and_then_named(
     ):
         stager.stage(source)
     hidden.rename(source / "large")
+    monkeypatch.setattr("hpc.sources.source_files._RETRY_SECONDS", (0.1,) * 300)
 
     def bring_back(progress: CopyProgress | None) -> bool:
         if hidden.exists() and progress is not None and time.time() - hidden.stat().st_ctime > 0.1:
