@@ -34,7 +34,6 @@ class Network:
         self._cut[source, target] = max(until, self._cut.get((source, target), 0.0))
 
     def is_cut(self, source: str, target: str) -> bool:
-        """Return whether packets from one host to another are lost now."""
         return self._cut.get((source, target), 0.0) > self.world.now
 
     def open_at(self, source: str, target: str) -> float:
@@ -46,7 +45,6 @@ class Network:
         return until + delay + self.world.random.uniform(0.0, _RESEND_SECONDS)
 
     def is_connected(self, host: str) -> bool:
-        """Return whether a process on a host has a connection."""
         return any(connection.process.host == host for connection in self.open)
 
     def free_port(self) -> int:
@@ -55,7 +53,6 @@ class Network:
         return self._ports
 
     def listen(self, server: "SimulatedServer") -> None:
-        """Let connections reach a server."""
         self._listening[server.process.host, server.port] = server
 
     def connect(self, address: tuple[str, int], limits: Limits) -> "SimulatedConnection":
@@ -105,12 +102,10 @@ class SimulatedConnection:
 
     @property
     def local_address(self) -> str:
-        """The address of this end."""
         return self.process.host
 
     @property
     def peer_address(self) -> str:
-        """The address of the other end."""
         return self.peer.process.host
 
     def send(self, message: dict[str, Any]) -> None:
@@ -184,7 +179,6 @@ class SimulatedServer:
         network.listen(self)
 
     def check(self) -> None:
-        """Raise, once, an unexpected error of a connection's thread."""
         defect, self._defect = self._defect, None
         if defect:
             raise defect

@@ -83,23 +83,19 @@ class Torchrun:
         return self.exit_code is None and self.process.alive
 
     def ranks(self) -> list[int]:
-        """Return the process ids of its ranks."""
         return [self.process.pid + 100_000] if self.present and self.group.training else []
 
     def kill_stuck_forks(self) -> None:
         """No fork is stuck here."""
 
     def forward(self, _numbers: Sequence[signal.Signals]) -> None:
-        """Ask the ranks to stop."""
         self.stopping = self.stopping or bool(self.ranks())
 
     def abort_ranks(self) -> None:
-        """Have the ranks die."""
         if self.ranks():
             self.group.fail(self.node_rank, -signal.SIGABRT, "SIGABRT", "Fatal Python error: Aborted")
 
     def kill(self, _seconds: float = 0.0) -> None:
-        """End it, with its ranks."""
         if self.exit_code is None:
             self.exit_code = -9
 
@@ -115,15 +111,12 @@ class LocalRanks:
         self._round, self._exit_codes = 0, dict[int, Cause]()
 
     def begin(self, number: int, exit_codes: Mapping[int, Cause]) -> None:
-        """Begin a round."""
         self._round, self._exit_codes = number, dict(exit_codes)
 
     def end(self) -> None:
-        """End a round."""
         self._cluster.failed.pop(self._pid, None)
 
     def heartbeats(self) -> tuple[RankHeartbeat, ...]:
-        """Return the last heartbeat of each rank that runs."""
         torchrun = self._cluster.local.get(self._pid)
         if torchrun is None or not torchrun.ranks():
             return ()
@@ -138,7 +131,6 @@ class LocalRanks:
         )  # fmt: skip
 
     def starts(self) -> tuple[RankStart, ...]:
-        """Return the last start of each rank that runs."""
         torchrun = self._cluster.local.get(self._pid)
         if torchrun is None or not torchrun.ranks():
             return ()
@@ -146,7 +138,6 @@ class LocalRanks:
         return (RankStart(rank=group.rank_of(torchrun.node_rank), restarts=group.restarts, has_ended=False),)
 
     def new_failures(self, clock_skew_seconds: float = 0.0) -> list[RankFailed]:
-        """Return the ranks that have failed since the last call."""
         found = []
         for fields in self._cluster.failed.pop(self._pid, []):
             cause = cause_of_exit(

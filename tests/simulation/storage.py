@@ -86,7 +86,6 @@ class SimulatedPath(PosixPath):
     """Stands for pathlib.Path: its requests pass through the storage of the world."""
 
     def exists(self) -> bool:
-        """Return whether this host sees the name."""
         if here := storage():
             here.request(self)
             if here.hides(self):
@@ -94,7 +93,6 @@ class SimulatedPath(PosixPath):
         return super().exists()
 
     def open(self, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        """Open the file as this host sees it."""
         if here := storage():
             writes = any(letter in mode for letter in "wax+")
             here.request(self, writes=writes)
@@ -115,11 +113,9 @@ class SimulatedPath(PosixPath):
             os.utime(self, (now, now))
 
     def rename(self, target: Any) -> Any:
-        """Rename it, for all hosts."""
         return self._moved(super().rename, target)
 
     def replace(self, target: Any) -> Any:
-        """Rename it, for all hosts."""
         return self._moved(super().replace, target)
 
     @staticmethod
@@ -137,12 +133,10 @@ class SimulatedOs(StandIn):
     """Stands for the module os where the product writes files: its requests pass through the storage of the world."""
 
     def getpid(self) -> int:
-        """Return the id of the simulated process."""
         world = World.current
         return world.process.pid if world and world.task else os.getpid()
 
     def open(self, path: Any, flags: int, mode: int = 0o777) -> int:
-        """Open a file or directory."""
         if here := storage():
             writes = bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
             here.request(path, writes=writes)
@@ -160,7 +154,6 @@ class SimulatedOs(StandIn):
         return os.scandir(path)
 
     def link(self, source: Any, target: Any) -> None:
-        """Make a hard link."""
         here = storage()
         if here:
             here.request(target, writes=True)
