@@ -392,9 +392,7 @@ class Schedule:
             self._start_supervisor()
 
     def _cancel(self) -> None:
-        cluster = self.cluster
-
-        typed_at = cluster.now
+        cluster, typed_at = self.cluster, self.cluster.now
 
         def cancel() -> int:
             code = cluster.cancel(self.run_dir)
@@ -406,7 +404,6 @@ class Schedule:
 
     def _resume(self, run: RunDir | None = None) -> None:
         cluster = self.cluster
-
         typed_at = self._resumed_at = cluster.now
 
         def resume() -> int:

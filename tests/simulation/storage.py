@@ -6,7 +6,6 @@ or be carried out although they report an error.
 
 import errno
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path, PosixPath
 from typing import Any
@@ -112,21 +111,16 @@ class SimulatedPath(PosixPath):
             now = EPOCH + here.world.now
             os.utime(self, (now, now))
 
-    def rename(self, target: Any) -> Any:
-        return self._moved(super().rename, target)
-
     def replace(self, target: Any) -> Any:
-        return self._moved(super().replace, target)
-
-    @staticmethod
-    def _moved(move: Callable[[Any], Any], target: Any) -> Any:
         here = storage()
         if here:
             here.request(target, writes=True)
-        done = move(target)
+        done = super().replace(target)
         if here:
             here.create(target)
         return done
+
+    rename = replace  # as the kernel does it
 
 
 class SimulatedOs(StandIn):
