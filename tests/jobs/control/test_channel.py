@@ -123,7 +123,7 @@ def test_malformed_answer_directs_nobody(answer: dict[str, object], capfd: pytes
 
 def test_agent_that_hangs_before_the_training_falls_silent(server: ControlServer) -> None:
     client = ControlClient(["127.0.0.1"], server.port, "secret", NodeStatus(node_rank=1), timeout_seconds=1)
-    wait_for(client.met.is_set)
+    wait_for(lambda: (client.report(), client.met.is_set())[-1])
     wait_for(lambda: server.is_silent(1))
     client.report(phase=Phase.READY)
     wait_for(lambda: not server.is_silent(1))
@@ -133,7 +133,7 @@ def test_agent_that_hangs_before_the_training_falls_silent(server: ControlServer
 def test_head_that_hangs_before_the_training_falls_silent() -> None:
     server = ControlServer("secret", 3, timeout_seconds=1)
     client = ControlClient(["127.0.0.1"], server.port, "secret", NodeStatus(node_rank=1))
-    wait_for(client.met.is_set)
+    wait_for(lambda: (server.report(), client.met.is_set())[-1])
     wait_for(lambda: client.first_node_is_silent)
     server.report(phase=Phase.RUNNING)
     wait_for(lambda: not client.first_node_is_silent)
