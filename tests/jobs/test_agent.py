@@ -43,7 +43,6 @@ NO_MEMORY = """
 mount -t tmpfs -o mode=1777,nr_inodes=2 none /dev/shm
 mount -t tmpfs -o mode=1777,nr_inodes=2 none /tmp
 """
-DEFECT = "import jobs.agent as agent; agent.NodeMonitor.poll = lambda _: [][0]; raise SystemExit(agent.main({argv}))"
 # It shows in the thread of a connection, once the agents have met.
 DEFECT_IN_THE_CHANNEL = """
 import sys
@@ -65,23 +64,13 @@ def start_agent(run: RunDir, mounts: str = "", code: str = "", rank: int = 0) ->
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("broken", "cause", "reason"),
-    [
-        ({"mounts": NO_MEMORY}, "bad_node", "No space left on device"),
-        ({"code": DEFECT}, "crashed", "IndexError: list index out of range"),
-    ],
-    ids=["no memory", "defect"],
-)
-def test_agent_that_fails_after_its_claim_ends_the_attempt_and_has_the_run_continue(
-    shared: Path, broken: dict[str, str], cause: str, reason: str
-) -> None:
+def test_agent_that_fails_after_its_claim_ends_the_attempt_and_has_the_run_continue(shared: Path) -> None:
     run = recorded_run(shared / "r", cluster="local")
-    with start_agent(run, **broken) as agent:
+    with start_agent(run, mounts=NO_MEMORY) as agent:
         output, _ = agent.communicate(timeout=120)
     [attempt] = attempts_of(ledger.read(run.events))
-    assert attempt.cause == cause, output
-    assert reason in (attempt.detail or "")
+    assert attempt.cause == "bad_node", output
+    assert "No space left on device" in (attempt.detail or "")
     assert agent.returncode == LOCAL_REQUEUE_RETURN_CODE
     [requeued] = [event for event in records_in(run.events) if event["event"] == "requeued"]
     assert requeued["attempt"] == 1

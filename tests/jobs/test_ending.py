@@ -1,37 +1,24 @@
 """Which agent may take over from a lost first node, and how the run continues."""
 
 import os
-import time
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from support.cluster import Command
-from support.events import claimed, recorded, recorded_run, resources_of, write_events
+from support.ended_attempts import HOSTS, AnsweringSlurm, EndedAttempt, EndedAttemptMaker
+from support.events import joined, recorded
 
 from hpc.base.errors import EXIT_NO_SPACE
 from hpc.run.events import ledger
 from hpc.run.events.attempts import attempts_of
-from hpc.run.events.kinds import Joined, NodeLost
-from hpc.run.nodedir import NodeDir
-from hpc.run.spec import Recovery, RunSpec
-from jobs import ending, last_resort, node_attempt
+from hpc.run.events.kinds import NodeLost
+from hpc.run.spec import Recovery
+from jobs import last_resort, node_attempt
 from jobs.ending import first_node_is_lost
 from jobs.next_attempt import LostNodes, start_next_attempt
-from jobs.node_attempt import NodeAllocation, NodeAttempt
+from jobs.node_attempt import NodeAllocation
 
 SHORT_DELAY = "AuthInfo = cred_expire=5"
-
-
-def to_requeue(node: NodeAttempt) -> NodeAttempt:
-    return replace(node, spec=replace(node.spec, recovery=Recovery(continue_with="requeue")))
-
-
-def allocation(node_rank: int, nodes: int) -> NodeAllocation:
-    names = tuple(f"gpu{number:02d}" for number in range(1, nodes + 1))
-    return NodeAllocation(cluster="slurm", job_id="7", restart=0, hostnames=names, node_rank=node_rank, cpus=2)
 
 
 @pytest.mark.parametrize(
@@ -48,52 +35,19 @@ def allocation(node_rank: int, nodes: int) -> NodeAllocation:
 def test_first_node_is_lost_if_the_others_confirm_it(
     rank: int, nodes: int, lost: list[str], is_lost: bool | None
 ) -> None:
-    assert first_node_is_lost(lost, allocation(rank, nodes)) is is_lost
-
-
-@pytest.fixture
-def survivor(tmp_path: Path, slurm_command: Command, monkeypatch: pytest.MonkeyPatch) -> NodeAttempt:
-    """The only agent that is left of two; the first node's has sent no heartbeat for minutes."""
-    run = recorded_run(tmp_path / "r", resources=resources_of(nodes="2"))
-    write_events(run, claimed(nodes=("gpu01", "gpu02")), file="attempt-001-node-00.jsonl")
-    run.script.touch()
-    run.alive.touch()
-    os.utime(run.alive, (time.time() - 200,) * 2)
-    slurm_command("squeue", f"echo '7|RUNNING|None|gpu[01-02]|gpu01|0|N/A|N/A|{run.script}|'")
-    slurm_command("sinfo", "exit 0")
-    slurm_command("scancel", f'echo "$@" >> {tmp_path}/cancelled')
-    monkeypatch.setattr(node_attempt, "_ALIVE_SECONDS", 0.05)
-    return NodeAttempt(
-        run=run, spec=RunSpec.load(run), allocation=allocation(1, 2),
-        attempt=attempts_of(ledger.read(run.events))[0],
+    allocation = NodeAllocation(
+        cluster="slurm", job_id="7", restart=0, hostnames=HOSTS[:nodes], node_rank=rank, cpus=2
     )  # fmt: skip
+    assert first_node_is_lost(lost, allocation) is is_lost
 
 
 @pytest.mark.timeout(30)
-def test_survivors_read_only_what_the_agents_of_their_attempt_wrote(survivor: NodeAttempt) -> None:
+def test_survivors_read_only_what_the_agents_of_their_attempt_wrote(ended: EndedAttemptMaker) -> None:
+    survivor = ended(node_rank=1)
     for name in ("attempt-000-node-00", "attempt-001-trainer", "next-001", "supervisor"):
         os.mkfifo(survivor.run.events / f"{name}.jsonl")  # who opens it waits for ever
-    survivor.record(NodeLost(node="gpu01", last_heard=1.0, detail="lost contact with gpu01"))
-    assert survivor.reported_lost() == ["gpu01"]
-
-
-def take_over(node: NodeAttempt) -> int:
-    """What an agent does that has lost contact with its first node, and has no snapshot."""
-    directive = SimpleNamespace(members=(0, 1))
-    channel: Any = SimpleNamespace(silent_seconds=6.0, directive=directive, first_node_has_ended=False)
-    monitor: Any = SimpleNamespace(
-        last_step=5, counted_steps=None, node_dir=NodeDir(node.run.path / "memory"), is_stopping=False
-    )
-    return ending.take_over(node, channel, monitor)
-
-
-def test_agent_that_takes_over_sends_heartbeats(survivor: NodeAttempt, tmp_path: Path, slurm_command: Command) -> None:
-    """Whatever takes it long: here it is sbatch, which answers once it has seen a heartbeat."""
-    alive, asked = survivor.run.alive, tmp_path / "asked"
-    slurm_command("sbatch", f"touch {asked}; until [ {alive} -nt {asked} ]; do sleep 0.1; done; echo 8")
-    assert take_over(survivor) == 0
-    assert [event["job_id"] for event in recorded(survivor, "resubmitted")] == ["8"]
-    assert (tmp_path / "cancelled").read_text() == "7\n"
+    survivor.node.record(NodeLost(node="gpu01", last_heard=1.0, detail="lost contact with gpu01"))
+    assert survivor.node.reported_lost() == ["gpu01"]
 
 
 # What Slurm 22.05 answered.
@@ -103,93 +57,75 @@ echo 'sbatch: error: AssocMaxSubmitJobLimit' >&2
 echo "sbatch: error: Batch job submission failed: Job violates accounting/QOS policy (job submit limit, ...)" >&2
 exit 1
 """
-AWAY = "echo 'slurm_requeue error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
-
-
-@pytest.fixture
-def node(tmp_path: Path, slurm_command: Command, monkeypatch: pytest.MonkeyPatch) -> NodeAttempt:
-    """The part of the node gpu01 in a job of two; Slurm does whatever it is asked to."""
-    monkeypatch.setattr(node_attempt, "_RETRY_SECONDS", 0.05)
-    run = recorded_run(tmp_path / "r")
-    for name, answer in {"scontrol": "", "sbatch": "echo 8", "scancel": "", "squeue": ""}.items():
-        slurm_command(name, answer)
-    slurm_command("sinfo", "printf 'gpu01|idle\\ngpu02|idle*\\n'")
-    return NodeAttempt(
-        run=run, spec=RunSpec.load(run), allocation=allocation(0, 2),
-        attempt=attempts_of([claimed(1.0, nodes=("gpu01", "gpu02"))])[0],
-    )  # fmt: skip
 
 
 def test_job_is_requeued_once_though_slurm_does_not_list_the_nodes_then(
-    node: NodeAttempt, slurm_command: Command
+    ended: EndedAttemptMaker, slurm: AnsweringSlurm, slurm_command: Command
 ) -> None:
     """The job cannot avoid a node without that list."""
-    log = node.run.path / "scontrol"
-    slurm_command("scontrol", f'echo "$@" >> {log}')
+    bad = ended(recovery=Recovery(continue_with="requeue"))
     slurm_command("sinfo", "exit 1")
-    assert start_next_attempt(to_requeue(node), LostNodes(bad=["gpu02"]))
-    assert log.read_text() == "requeue 7\n"
+    assert start_next_attempt(bad.node, LostNodes(bad=["gpu02"]))
+    assert slurm.asked == ["scontrol requeue"]
 
 
 def test_job_that_a_limit_counts_ends_before_it_is_replaced(
-    node: NodeAttempt, slurm_command: Command, tmp_path: Path
+    ended: EndedAttemptMaker, slurm_command: Command, tmp_path: Path
 ) -> None:
+    limited = ended()
     slurm_command("scontrol", DISABLED)
     slurm_command("scancel", f"echo $1 > {tmp_path}/ended")
     slurm_command("sbatch", f"test -e {tmp_path}/ended || {{ {TOO_MANY} }}; echo 8")
-    assert start_next_attempt(node, LostNodes())
+    assert start_next_attempt(limited.node, LostNodes())
     assert (tmp_path / "ended").read_text() == "7\n"
-    [resubmitted] = recorded(node, "resubmitted")
+    [resubmitted] = recorded(limited.node, "resubmitted")
     assert (resubmitted["job_id"], resubmitted["old_job_id"]) == ("8", "7")
 
 
 def test_refusals_of_all_are_final(
-    node: NodeAttempt, slurm_command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ended: EndedAttemptMaker, slurm_command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    stopped = ended()
     slurm_command("scontrol", DISABLED)
     slurm_command("sbatch", TOO_MANY)
     slurm_command("scancel", f"touch {tmp_path}/ended")
-    assert not start_next_attempt(node, LostNodes())
+    assert not start_next_attempt(stopped.node, LostNodes())
     assert (tmp_path / "ended").exists()
-    assert recorded(node, "not_continued")
-    assert f"type hpc resume {node.run.path}" in capsys.readouterr().out
+    assert recorded(stopped.node, "not_continued")
+    assert f"type hpc resume {stopped.run.path}" in capsys.readouterr().out
 
 
 @pytest.fixture
-def batch_script(survivor: NodeAttempt, monkeypatch: pytest.MonkeyPatch) -> NodeAttempt:
-    """What outlives the agents on the first node, when srun has ended."""
+def left(ended: EndedAttemptMaker, monkeypatch: pytest.MonkeyPatch) -> EndedAttempt:
+    """What the batch script, which outlives the agents on the first node, has when srun has ended."""
     environment = {
-        "SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu[01-02]", "SLURM_PROCID": "0",
+        "SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu[01-03]", "SLURM_PROCID": "0",
     }  # fmt: skip
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    return survivor
+    monkeypatch.setattr(node_attempt, "_ALIVE_SECONDS", 0.05)
+    return ended(*(joined(node=name, node_rank=rank) for rank, name in enumerate(HOSTS)))
 
 
-def test_last_resort_sends_heartbeats(batch_script: NodeAttempt, tmp_path: Path, slurm_command: Command) -> None:
+def test_last_resort_sends_heartbeats(left: EndedAttempt, tmp_path: Path, slurm_command: Command) -> None:
     """Its agents were killed; Slurm takes the requeue once there is a heartbeat."""
-    survivor = batch_script
-    for number, name in enumerate(("gpu01", "gpu02")):
-        survivor.record(Joined(node=name, node_rank=number))
-    alive, asked = survivor.run.alive, tmp_path / "asked"
+    alive, asked = left.run.alive, tmp_path / "asked-to-requeue"
     requeue = f"touch {asked}; until [ {alive} -nt {asked} ]; do sleep 0.1; done"
     show = "echo JobId=7 JobState=RUNNING Restarts=0 Reason=None"
     slurm_command(
         "scontrol", f'case "$*" in *requeue*) {requeue};; *config*) echo "{SHORT_DELAY}";; *show*) {show};; esac'
     )
-    assert last_resort.main([str(survivor.run.path), "137"]) == 0
-    assert [event["job_id"] for event in recorded(survivor, "requeued")] == ["7"]
-    [ended] = recorded(survivor, "attempt_ended")
-    assert (ended["cause"], ended["signature"]) == ("lost", None), "unknown, so a second one need not be the same"
+    assert last_resort.main([str(left.run.path), "137"]) == 0
+    assert [event["job_id"] for event in recorded(left.node, "requeued")] == ["7"]
+    assert left.end["cause"] == "lost"
+    assert "signature" not in left.end, "it is unknown, so a second one need not be the same"
 
 
 def test_job_that_waited_an_hour_for_space_has_failed_and_blames_no_node(
-    batch_script: NodeAttempt, slurm_command: Command, monkeypatch: pytest.MonkeyPatch
+    left: EndedAttempt, slurm: AnsweringSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = batch_script.run
-    slurm_command("scontrol", 'case "$*" in *show*) echo JobId=7 JobState=RUNNING Restarts=1 Reason=None;; esac')
+    slurm.says_of_job("JobState=RUNNING Restarts=1 Reason=None")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert last_resort.main([str(run.path), str(EXIT_NO_SPACE)]) == 1
-    events = ledger.read(run.events)
-    assert attempts_of(events)[-1].cause == "no_space"
-    assert not {"requeued", "resubmitted", "excluded"} & {event.kind for event in events}
+    assert last_resort.main([str(left.run.path), str(EXIT_NO_SPACE)]) == 1
+    assert attempts_of(ledger.read(left.run.events))[-1].cause == "no_space"
+    assert left.continued() == []

@@ -142,7 +142,6 @@ def test_last_step_is_the_furthest_that_is_known(
         ("SIGTERM", "JobState=COMPLETING Restarts=1 Reason=None", "requeued", 0, []),
         ("SIGTERM", "JobState=COMPLETING Restarts=0 Reason=None", "cancelled", 1, []),
         (None, "JobState=NODE_FAIL Restarts=0 Reason=None", "node_failure", 0, []),
-        (None, RUNNING, "crashed", 0, ["scontrol requeue"]),
     ],
 )
 def test_slurm_says_why_an_attempt_ended_and_may_requeue_it_itself(  # noqa: PLR0917

@@ -12,7 +12,7 @@ from support.ended_attempts import AnsweringSlurm, EndedAttempt, EndedAttemptMak
 
 from hpc.run.causes import Cause
 from hpc.run.events.kinds import AttemptEnded
-from jobs import ending
+from jobs import ending, node_attempt
 
 
 def take_over(survivor: EndedAttempt, *, is_member: bool = True) -> int:
@@ -25,17 +25,20 @@ def take_over(survivor: EndedAttempt, *, is_member: bool = True) -> int:
     return ending.take_over(survivor.node, channel, survivor.monitor)
 
 
-def test_agent_that_nobody_confirms_goes_on_after_a_while(
+def test_agent_that_nobody_confirms_goes_on_after_a_while_and_sends_heartbeats(
     ended: EndedAttemptMaker, slurm: AnsweringSlurm, slurm_command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slurm's controller may be away meanwhile: it is not ending the job then."""
+    """Slurm's controller may be away meanwhile: it is not ending the job then. sbatch answers after a heartbeat."""
     monkeypatch.setattr(ending, "_CONFIRM_SECONDS", 0.2)
+    monkeypatch.setattr(node_attempt, "_ALIVE_SECONDS", 0.05)
     survivor = ended(node_rank=1)
     away = f"test -e {survivor.run.path}/asked || {{ touch {survivor.run.path}/asked; echo no answer >&2; exit 1; }}"
     slurm_command("squeue", away)
+    alive, submitted = survivor.run.alive, survivor.run.path / "submitted"
+    slurm_command("sbatch", f"touch {submitted}; until [ {alive} -nt {submitted} ]; do sleep 0.1; done; echo 8")
     assert take_over(survivor) == 0
     assert survivor.end["step"] is None, "a script has none"
-    assert slurm.asked == ["sbatch --parsable", "scancel 7"]
+    assert (survivor.continued(), slurm.asked) == (["resubmitted"], ["scancel 7"])
 
 
 def test_spare_lets_a_member_with_a_snapshot_go_first(

@@ -48,7 +48,6 @@ def main() -> int:
         metavar="TEXT",
         help="take one fix after the other out of the product (those with TEXT in their name), and show what is found",
     )
-    parser.add_argument("--processes", type=int, default=os.cpu_count())
     options = parser.parse_args()
     if os.environ.get(_ORDER) != "0":
         # The order of sets depends on it.
@@ -56,7 +55,7 @@ def main() -> int:
             sys.executable, [sys.executable, "-m", "tests.simulation", *sys.argv[1:]], {**os.environ, _ORDER: "0"}
         )
     if options.without_fixes is not None:
-        chosen = (f"--seeds={options.seeds}", f"--first={options.first}", f"--processes={options.processes}")
+        chosen = (f"--seeds={options.seeds}", f"--first={options.first}")
         return int(bool(fixes.table(*chosen, only=options.without_fixes)))
     cluster.install()
     if options.commands:
@@ -68,7 +67,7 @@ def main() -> int:
     seeds = range(options.first, options.first + options.seeds)
     work = [(name, seed) for name in names for seed in seeds]
     began, failed = time.perf_counter(), 0
-    with Pool(options.processes) as pool:
+    with Pool() as pool:
         for what, violations in pool.imap_unordered(violations_of, work, 8):
             if violations:
                 failed += 1

@@ -4,6 +4,7 @@
 Outside of a simulation, each stand-in passes on to what it stands for.
 """
 
+import contextlib
 import importlib
 import itertools
 import os
@@ -37,10 +38,11 @@ from hpc.run.spec import Recovery, Resources, RunSpec
 from hpc.run.spec_file import Program
 from hpc.services.notification import delivery
 from hpc.slurm import squeue, submission
+from jobs import node_attempt
 from jobs.control.messages import Directive
 from jobs.node_attempt import NodeAllocation, NodeAttempt
 from simulation.network import Network, SimulatedServer
-from simulation.ranks import Group, Injected, LocalRanks, Torchrun, Training
+from simulation.ranks import Group, LocalRanks, Torchrun, Training
 from simulation.slurm import LOGIN, Configuration, Job, Slurm, State
 from simulation.storage import SimulatedOs, SimulatedPath, Storage, storage
 from simulation.world import EPOCH, Event, Process, StandIn, Thread, World
@@ -71,7 +73,8 @@ class Cluster(World):
         """What the ranks of an agent's node have left of their failures, by the agent's process id."""
         self.groups = dict[tuple[str, int, int], Group]()
         self.allocations = dict[int, NodeAllocation]()
-        self.injected = list[Injected]()
+        self.injected = list[tuple[str, str]]()
+        """The kinds and hosts of the failures that ranks must still have, at their next step."""
         self.broken = set[str]()
         """Hosts whose GPU is dead, until they are rebooted."""
         self.steps = list[tuple[float, int, int]]()
@@ -255,16 +258,13 @@ class Cluster(World):
 
     # --- what happens ---
 
-    def take_injected(self, group: Group) -> Injected | None:
-        """Return the failure that a rank of the group must have now."""
-        hosts = {torchrun.host for torchrun in group.members.values()}
-        found = next((each for each in self.injected if each.due <= self.now), None)
-        if found is None:
+    def take_injected(self, group: Group) -> tuple[str, str] | None:
+        """Return the kind and the host of the failure that a rank of the group must have now."""
+        if not self.injected:
             return None
-        self.injected.remove(found)
-        if found.host not in hosts:
-            found.host = min(hosts)
-        return found
+        kind, host = self.injected.pop(0)
+        hosts = {torchrun.host for torchrun in group.members.values()}
+        return kind, host if host in hosts else min(hosts)
 
     def has_saved(self, group: Group, host: str, step: int) -> None:
         """Note a snapshot."""
@@ -334,7 +334,7 @@ class _Time(StandIn):
         world = World.current
         if world is None:
             return time.time()
-        return EPOCH + world.now + (world.clock_offset() if world.task else 0.0)
+        return EPOCH + world.now + (world.clock_offsets.get(world.process.host, 0.0) if world.task else 0.0)
 
     def sleep(self, seconds: float) -> None:
         world = World.current
@@ -413,16 +413,6 @@ class _Signal(StandIn):
         return None
 
 
-class _Nothing:
-    """Stands for what has no effect on the recovery: metrics."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-
 def _open(path: Any, mode: str = "r", **kwargs: Any) -> Any:
     here = storage()
     if here:
@@ -441,7 +431,7 @@ def install() -> None:
     modules = (time, threading, socket, tempfile, uuid, secrets, os)
     kinds = (_Time, _Threading, _Socket, _Tempfile, _Unique, _Unique, SimulatedOs)
     stand_ins: dict[int, Any] = {id(module): kind(module) for module, kind in zip(modules, kinds, strict=True)}
-    stand_ins[id(Path)] = SimulatedPath
+    stand_ins |= {id(Path): SimulatedPath, id(node_attempt.log): _log}
     for name, module in list(sys.modules.items()):
         if not name.startswith(("hpc.", "jobs.", "torchrelay.", "training.checkpoint.snapshot")):
             continue
@@ -533,33 +523,21 @@ _REPLACED: dict[str, Any] = {
     "hpc.supervise.check.run_delivery": _deliver,
     "jobs.control.channel.Server": _serve,
     "jobs.control.channel.connect": _connect,
-    "jobs.control.channel.log": _log,
-    "jobs.control.coordinator.log": _log,
-    "jobs.control.silent_nodes.log": _log,
     "jobs.control.channel._TICK_SECONDS": 1.0,
     "jobs.agent.HeldNodeDir": _HeldNodeDir,
     "jobs.agent.NodeStaging": _NodeStaging,
-    "jobs.agent.sending": lambda _node: _Nothing(),
+    "jobs.agent.sending": lambda _node: contextlib.nullcontext(),  # metrics have no effect on the recovery
     "jobs.agent.find_allocation": _allocation,
     "jobs.agent.first_node_hosts": lambda head, _addresses, _interface: [head],
     "jobs.agent.own_addresses": lambda _interface: [Cluster.present().process.host],
     "jobs.agent.pick_port": lambda _ports: Cluster.present().network.free_port(),
     "jobs.agent.prepare_round": lambda *_args, **_: None,
     "jobs.agent.raise_open_files_limit": lambda: None,
-    "jobs.agent.log": _log,
-    "jobs.claim.log": _log,
-    "jobs.ending.log": _log,
     "jobs.ending.node_dirs": _node_dirs,
     "jobs.last_resort.find_allocation": _allocation,
-    "jobs.last_resort.log": _log,
-    "jobs.next_attempt.log": _log,
-    "jobs.node_attempt.log": _log,
-    "jobs.senders.log": _log,
     "jobs.senders.run_delivery": _deliver,
     "jobs.senders.signal": _Signal(signal),
     "jobs.ranks.monitor.LocalRanks": LocalRanks,
-    "jobs.ranks.monitor.log": _log,
-    "jobs.ranks.round.log": _log,
     "jobs.ranks.round._start": lambda node, _channel, _monitor, directive, _setup: Torchrun(
         Cluster.present(), node, directive
     ),

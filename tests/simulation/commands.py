@@ -28,12 +28,12 @@ def observe(script: Path, sleep: Callable[[float], None], now: Callable[[], floa
         found.append((what, f"{job.state.value}{held}", job.restarts))
 
     def refused(what: str, act: Callable[[], object]) -> None:
+        answer = "accepted"
         try:
             act()
         except TorchrelayError:
-            found.append((what, "refused", 0))
-        else:
-            found.append((what, "accepted", 0))
+            answer = "refused"
+        found.append((what, answer, 0))
 
     one = submission.submit(script, [])
     note("submit", one, "RUNNING")

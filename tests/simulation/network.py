@@ -4,6 +4,7 @@ import errno
 import json
 from collections import deque
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any, Self
 
 from hpc.base.transport import DecodeError, Limits, TransportError
@@ -34,7 +35,6 @@ class Network:
         self._cut[source, target] = max(until, self._cut.get((source, target), 0.0))
 
     def is_cut(self, source: str, target: str) -> bool:
-        """Return whether packets from one host to another are lost now."""
         return self._cut.get((source, target), 0.0) > self.world.now
 
     def open_at(self, source: str, target: str) -> float:
@@ -46,7 +46,6 @@ class Network:
         return until + delay + self.world.random.uniform(0.0, _RESEND_SECONDS)
 
     def is_connected(self, host: str) -> bool:
-        """Return whether a process on a host has a connection."""
         return any(connection.process.host == host for connection in self.open)
 
     def free_port(self) -> int:
@@ -55,7 +54,6 @@ class Network:
         return self._ports
 
     def listen(self, server: "SimulatedServer") -> None:
-        """Let connections reach a server."""
         self._listening[server.process.host, server.port] = server
 
     def connect(self, address: tuple[str, int], limits: Limits) -> "SimulatedConnection":
@@ -89,7 +87,7 @@ class SimulatedConnection:
     def __init__(self, network: Network, process: Process, limits: Limits) -> None:
         self._network, self.process, self._limits = network, process, limits
         self._arrived = deque[tuple[float, str]]()
-        self._closed_at: float | None = None
+        self._closed_at = inf
         """When this end learns that the other one has closed."""
         self._is_closed = False
         self._last_arrival = 0.0
@@ -105,19 +103,17 @@ class SimulatedConnection:
 
     @property
     def local_address(self) -> str:
-        """The address of this end."""
         return self.process.host
 
     @property
     def peer_address(self) -> str:
-        """The address of the other end."""
         return self.peer.process.host
 
     def send(self, message: dict[str, Any]) -> None:
         """Send a message. Raises TransportError if this end knows that the other has gone."""
         world = self._network.world
         world.effect()
-        if self._is_closed or (self._closed_at is not None and self._closed_at <= world.now):
+        if self._is_closed or self._closed_at <= world.now:
             raise TransportError("Broken pipe")
         at = max(self._network.open_at(self.process.host, self.peer.process.host), self._last_arrival)
         self._last_arrival = at
@@ -142,16 +138,15 @@ class SimulatedConnection:
             if self._arrived and self._arrived[0][0] <= world.now:
                 message: dict[str, Any] = json.loads(self._arrived.popleft()[1])
                 return message
-            if self._is_closed or (self._closed_at is not None and self._closed_at <= world.now and not self._arrived):
+            if self._is_closed or (self._closed_at <= world.now and not self._arrived):
                 raise TransportError("the other end has closed the connection")
-            times = [deadline, *([self._arrived[0][0]] if self._arrived else [])]
-            times += [self._closed_at] if self._closed_at is not None else []
             if world.now >= deadline:
                 raise TimeoutError("the other end has sent nothing in time")
             task = world.task
             assert task is not None
             self._reader = (task, task.wake)
-            world.wait(max(0.0, min(times) - world.now))
+            first = min(deadline, self._closed_at, *(at for at, _ in self._arrived))
+            world.wait(max(0.0, first - world.now))
             self._reader = None
 
     def close(self) -> None:
@@ -184,7 +179,6 @@ class SimulatedServer:
         network.listen(self)
 
     def check(self) -> None:
-        """Raise, once, an unexpected error of a connection's thread."""
         defect, self._defect = self._defect, None
         if defect:
             raise defect

@@ -59,16 +59,6 @@ KINDS = ("crash", "killed", "oom", "device", "hang")
 """The failures of a rank."""
 
 
-@dataclass(kw_only=True, eq=False)
-class Injected:
-    """A failure of a rank, which happens at the first step after `due`."""
-
-    due: float
-    kind: str
-    """One of `KINDS`."""
-    host: str
-
-
 class Torchrun:
     """Stands for jobs.ranks.torchrun.Torchrun: the ranks of one node in one round."""
 
@@ -93,23 +83,19 @@ class Torchrun:
         return self.exit_code is None and self.process.alive
 
     def ranks(self) -> list[int]:
-        """Return the process ids of its ranks."""
         return [self.process.pid + 100_000] if self.present and self.group.training else []
 
     def kill_stuck_forks(self) -> None:
         """No fork is stuck here."""
 
     def forward(self, _numbers: Sequence[signal.Signals]) -> None:
-        """Ask the ranks to stop."""
         self.stopping = self.stopping or bool(self.ranks())
 
     def abort_ranks(self) -> None:
-        """Have the ranks die."""
         if self.ranks():
             self.group.fail(self.node_rank, -signal.SIGABRT, "SIGABRT", "Fatal Python error: Aborted")
 
     def kill(self, _seconds: float = 0.0) -> None:
-        """End it, with its ranks."""
         if self.exit_code is None:
             self.exit_code = -9
 
@@ -125,15 +111,12 @@ class LocalRanks:
         self._round, self._exit_codes = 0, dict[int, Cause]()
 
     def begin(self, number: int, exit_codes: Mapping[int, Cause]) -> None:
-        """Begin a round."""
         self._round, self._exit_codes = number, dict(exit_codes)
 
     def end(self) -> None:
-        """End a round."""
         self._cluster.failed.pop(self._pid, None)
 
     def heartbeats(self) -> tuple[RankHeartbeat, ...]:
-        """Return the last heartbeat of each rank that runs."""
         torchrun = self._cluster.local.get(self._pid)
         if torchrun is None or not torchrun.ranks():
             return ()
@@ -148,7 +131,6 @@ class LocalRanks:
         )  # fmt: skip
 
     def starts(self) -> tuple[RankStart, ...]:
-        """Return the last start of each rank that runs."""
         torchrun = self._cluster.local.get(self._pid)
         if torchrun is None or not torchrun.ranks():
             return ()
@@ -156,7 +138,6 @@ class LocalRanks:
         return (RankStart(rank=group.rank_of(torchrun.node_rank), restarts=group.restarts, has_ended=False),)
 
     def new_failures(self, clock_skew_seconds: float = 0.0) -> list[RankFailed]:
-        """Return the ranks that have failed since the last call."""
         found = []
         for fields in self._cluster.failed.pop(self._pid, []):
             cause = cause_of_exit(
@@ -235,7 +216,7 @@ class Group:
                 return None
             injected = None if self._stalls() else self.cluster.take_injected(self)
             if injected is not None:
-                self._inject(injected)
+                self._inject(*injected)
             elif not self._hung and not self._stalls():
                 exit_code = self._step()
                 if exit_code is not None or self._failures:
@@ -246,7 +227,7 @@ class Group:
         cluster, first = self.cluster, self.members[self.directive.members[0]]
         self._process.host = first.host
         self._failures, self._hung = {}, None
-        self._started_at = self._now()
+        self._started_at = steady_time()
         try:
             check_is_newest(self.run, self.attempt)
             self.step, source = self._restore()
@@ -305,10 +286,10 @@ class Group:
             return True
         return any(cluster.network.is_cut(one, other) for one in hosts for other in hosts if one != other)
 
-    def _inject(self, injected: Injected) -> None:
-        rank = next(each.node_rank for each in self.members.values() if each.host == injected.host)
-        self.cluster.tell(f"a rank on {injected.host} fails: {injected.kind}")
-        match injected.kind:
+    def _inject(self, kind: str, host: str) -> None:
+        rank = next(each.node_rank for each in self.members.values() if each.host == host)
+        self.cluster.tell(f"a rank on {host} fails: {kind}")
+        match kind:
             case "crash":
                 self.fail(rank, 1, None, f"RuntimeError: injected at step {self.step}")
             case "killed":
@@ -316,10 +297,10 @@ class Group:
             case "oom":
                 self.fail(rank, 1, None, "torch.OutOfMemoryError: CUDA out of memory")
             case "device":
-                self.cluster.broken.add(injected.host)
+                self.cluster.broken.add(host)
                 self.fail(rank, 1, None, _DEAD_GPU)
             case "hang":
-                self._hung = injected.host
+                self._hung = host
 
     def _save(self, *, durable: bool) -> bool:
         """Save snapshots on all nodes and, if asked to, a checkpoint. Returns False if a later attempt has begun."""
@@ -369,19 +350,17 @@ class Group:
 
     def _restore(self) -> tuple[int, str | None]:
         """Return the newest state that any rank can reach, and where it is."""
-        found = [(0, "none")]
-        found += [(step_of(path), "checkpoint") for path in list_checkpoints(self.run.checkpoints)]
+        found = [(step_of(path), "checkpoint") for path in list_checkpoints(self.run.checkpoints)]
         for torchrun in self.members.values():
             snapshots = self.cluster.memory(self.run, torchrun.host).snapshots
             found += [(step_of(path), "snapshot") for path in list_checkpoints(snapshots)]
-        step, source = max(found)
-        return step, None if source == "none" else source
+        return max(found, default=(0, None))
 
     def _report_failures(self) -> None:
         """Give each agent the failures of its ranks; the ranks of other nodes fail because of them."""
         if not self._failures:
             return
-        now = self._now()
+        now = steady_time()
         for torchrun in self.members.values():
             if not torchrun.present:
                 continue
@@ -394,9 +373,6 @@ class Group:
                 "detail": detail,
             }  # fmt: skip
             self.cluster.failed.setdefault(torchrun.process.pid, []).append(fields)
-
-    def _now(self) -> float:
-        return steady_time()
 
     def _record(self, event: Event) -> None:
         writer = EventWriter(self.run.events / f"{attempt_prefix(self.attempt)}trainer.jsonl", self.attempt)

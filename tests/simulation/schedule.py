@@ -18,7 +18,7 @@ from hpc.run.events.kinds import AttemptEnded, Interrupted, Notifying
 from hpc.run.rundir import RunDir
 from hpc.run.spec import Notification, Recovery, Resources
 from simulation.cluster import NEXT, Cluster
-from simulation.ranks import KINDS, PEER_DIED, Injected, Training
+from simulation.ranks import KINDS, PEER_DIED, Training
 from simulation.slurm import LOGIN, Configuration, Job, State
 from simulation.world import World
 
@@ -338,13 +338,11 @@ class Schedule:
 
     def _inject(self, fault: Fault) -> None:
         cluster, slurm = self.cluster, self.cluster.slurm
-        now, until = cluster.now, cluster.now + fault.seconds
+        until = cluster.now + fault.seconds
         running = [job for job in slurm.jobs.values() if job.state is State.RUNNING]
         agents = [each for each in cluster.processes_on(fault.host) if each.name.startswith("agent")]
         acts: dict[str, Callable[[], object]] = {
-            **dict.fromkeys(
-                KINDS, lambda: cluster.injected.append(Injected(due=now, kind=fault.kind, host=fault.host))
-            ),
+            **dict.fromkeys(KINDS, lambda: cluster.injected.append((fault.kind, fault.host))),
             "kill-host": lambda: fault.host in cluster.network.dead or cluster.kill_host(fault.host),
             "revive": lambda: fault.host in cluster.network.dead and cluster.revive_host(fault.host),
             "kill-agent": lambda: [each.end(137) for each in agents],
@@ -363,8 +361,8 @@ class Schedule:
             "storage-hangs": lambda: cluster.storage.slow_until.update({fault.host: until}),
             "lost-link": lambda: setattr(cluster.storage, "lost_replies", 1),
             "controller-away": lambda: setattr(slurm, "away_until", until),
-            "lost-reply": lambda: setattr(slurm, "lose_replies", 1),
-            "lost-submission": lambda: setattr(slurm, "lose_reply_of", "sbatch"),
+            "lost-reply": lambda: slurm.lose_replies_of.update(["sbatch", "scancel", "scontrol"]),
+            "lost-submission": lambda: slurm.lose_replies_of.update(["sbatch"]),
             "refuse-requeue": lambda: slurm.refuse.update(["scontrol requeue"]),
             "refuse-sbatch": lambda: slurm.refuse.update(["sbatch"]),
             "refuse-update": lambda: slurm.refuse.update(["scontrol update"]),
@@ -394,9 +392,7 @@ class Schedule:
             self._start_supervisor()
 
     def _cancel(self) -> None:
-        cluster = self.cluster
-
-        typed_at = cluster.now
+        cluster, typed_at = self.cluster, self.cluster.now
 
         def cancel() -> int:
             code = cluster.cancel(self.run_dir)
@@ -408,7 +404,6 @@ class Schedule:
 
     def _resume(self, run: RunDir | None = None) -> None:
         cluster = self.cluster
-
         typed_at = self._resumed_at = cluster.now
 
         def resume() -> int:

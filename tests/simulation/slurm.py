@@ -133,9 +133,8 @@ class Slurm:
         """Processes of jobs that have ended without the controller reaching their host."""
         self.away_until = 0.0
         """The controller does not answer before this time."""
-        self.lose_replies = 0
-        """This number of commands are carried out, and time out."""
-        self.lose_reply_of = ""
+        self.lose_replies_of = set[str]()
+        """The next of these commands is carried out, and times out."""
         self.refuse = Counter[str]()
         """Commands that are refused, and how often."""
         self._next = 1
@@ -201,18 +200,12 @@ class Slurm:
         holding = {State.RUNNING, State.COMPLETING}
         return {host for job in self.jobs.values() if job.state in holding for host in job.hosts}
 
-    def free_hosts(self) -> list[str]:
-        """Return the hosts on which a job may start."""
-        taken = self._taken_hosts()
-        return [
-            host for host in self.configuration.nodes if host not in taken | self.down | {*self.dead, *self.unreachable}
-        ]
-
     def _try_to_start(self, job: Job) -> None:
         if job.held or job.eligible > self.world.now or self._waits(job):
             return
         job.reason = "Resources"
-        free = [host for host in self.free_hosts() if host not in job.excluded]
+        barred = {*job.excluded, *self._taken_hosts(), *self.down, *self.dead, *self.unreachable}
+        free = [host for host in self.configuration.nodes if host not in barred]
         fewest, most = job.nodes
         if len(free) < fewest:
             return
@@ -294,16 +287,12 @@ class Slurm:
     def revive_host(self, host: str) -> None:
         """Bring a host back: its daemon registers with the controller."""
         if host in self.dead:
-            # A daemon that restarts before its node was marked down fails the node's jobs.
-            self._notice(host)
+            if host not in self.down:  # a daemon that restarts before its node was marked down fails the node's jobs
+                self.dead[host] = self.world.now - self.configuration.slurmd_timeout
+                self._notice_dead_nodes()
             del self.dead[host]
             self.missed.discard(host)
             self.down.discard(host)
-
-    def _notice(self, host: str) -> None:
-        if host not in self.down:
-            self.dead[host] = self.world.now - self.configuration.slurmd_timeout
-            self._notice_dead_nodes()
 
     def preempt(self, job: Job) -> None:
         """Preempt a running job."""
@@ -345,8 +334,8 @@ class Slurm:
             self.refuse[key] -= 1
             raise SlurmRefusalError(f"{key}: Requested operation is presently disabled")
         answer = self._answer(command)
-        if (self.lose_replies and command[0] in {"sbatch", "scancel", "scontrol"}) or self.lose_reply_of == command[0]:
-            self.lose_replies, self.lose_reply_of = max(0, self.lose_replies - 1), ""
+        if command[0] in self.lose_replies_of:
+            self.lose_replies_of.clear()
             world.tell(f"{' '.join(command[:3])} is carried out, and its reply is lost")
             world.wait(_TIMEOUT_SECONDS)
             raise TorchrelayError(f"{command[0]} did not answer within 30 s: is slurmctld down?")

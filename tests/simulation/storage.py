@@ -6,7 +6,6 @@ or be carried out although they report an error.
 
 import errno
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path, PosixPath
 from typing import Any
@@ -86,7 +85,6 @@ class SimulatedPath(PosixPath):
     """Stands for pathlib.Path: its requests pass through the storage of the world."""
 
     def exists(self) -> bool:
-        """Return whether this host sees the name."""
         if here := storage():
             here.request(self)
             if here.hides(self):
@@ -94,7 +92,6 @@ class SimulatedPath(PosixPath):
         return super().exists()
 
     def open(self, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        """Open the file as this host sees it."""
         if here := storage():
             writes = any(letter in mode for letter in "wax+")
             here.request(self, writes=writes)
@@ -114,43 +111,26 @@ class SimulatedPath(PosixPath):
             now = EPOCH + here.world.now
             os.utime(self, (now, now))
 
-    def rename(self, target: Any) -> Any:
-        """Rename it, for all hosts."""
-        return self._moved(super().rename, target)
-
     def replace(self, target: Any) -> Any:
-        """Rename it, for all hosts."""
-        return self._moved(super().replace, target)
-
-    @staticmethod
-    def _moved(move: Callable[[Any], Any], target: Any) -> Any:
         here = storage()
         if here:
             here.request(target, writes=True)
-        done = move(target)
+        done = super().replace(target)
         if here:
             here.create(target)
         return done
+
+    rename = replace  # as the kernel does it
 
 
 class SimulatedOs(StandIn):
     """Stands for the module os where the product writes files: its requests pass through the storage of the world."""
 
     def getpid(self) -> int:
-        """Return the id of the simulated process."""
         world = World.current
         return world.process.pid if world and world.task else os.getpid()
 
-    def uname(self) -> Any:
-        """Return the name of the simulated host."""
-        world = World.current
-        real = os.uname()
-        if world is None or world.task is None:
-            return real
-        return os.uname_result((real.sysname, world.process.host, real.release, real.version, real.machine))
-
     def open(self, path: Any, flags: int, mode: int = 0o777) -> int:
-        """Open a file or directory."""
         if here := storage():
             writes = bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
             here.request(path, writes=writes)
@@ -168,7 +148,6 @@ class SimulatedOs(StandIn):
         return os.scandir(path)
 
     def link(self, source: Any, target: Any) -> None:
-        """Make a hard link."""
         here = storage()
         if here:
             here.request(target, writes=True)

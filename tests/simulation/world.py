@@ -145,10 +145,6 @@ class World:
             if task.greenlet and not task.greenlet.dead:
                 task.greenlet.throw(GreenletExit)
 
-    def clock_offset(self) -> float:
-        """Return how far the clock of the running process's host is ahead, in seconds."""
-        return self.clock_offsets.get(self.process.host, 0.0)
-
     def tell(self, text: str) -> None:
         """Add a line to the timeline."""
         self.timeline.append(f"{self.now:9.2f}  {text}")
@@ -225,22 +221,18 @@ class Event:
         self._waiters = list[tuple[Task, int]]()
 
     def is_set(self) -> bool:
-        """Return whether it is set."""
         return self._is_set
 
     def set(self) -> None:
-        """Set it, and wake the threads that wait for it."""
         self._is_set = True
         waiters, self._waiters = self._waiters, []
         for task, wake in waiters:
             task.process.world.schedule(task, wake, 0.0)
 
     def clear(self) -> None:
-        """Clear it."""
         self._is_set = False
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is set, or the time is over."""
         if not self._is_set:
             world, task = _running()
             self._waiters.append((task, task.wake))
@@ -260,18 +252,15 @@ class Thread:
         self._task: Task | None = None
 
     def start(self) -> None:
-        """Start it, in the process whose code runs."""
         target = self._target
         if target:
             world, task = _running()
             self._task = world.spawn(task.process, lambda: target(*self._args))
 
     def is_alive(self) -> bool:
-        """Return whether it runs."""
         return self._task is not None and not self._task.done
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until it ends, or the time is over."""
         if self._task and not self._task.done:
             world, task = _running()
             self._task.waiters.append((task, task.wake))

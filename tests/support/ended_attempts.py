@@ -37,7 +37,9 @@ class AnsweringSlurm:
         for name, answer in {"scancel": "", "squeue": "", "sbatch": "echo 8"}.items():
             self._command(name, f'echo "{name} $*" >> {self._log}; {answer}')
         self.says_of_job(RUNNING)
-        self.says_of_nodes(*("idle" for _ in range(5)))
+        nodes = [f"gpu0{number}" for number in range(1, 6)]
+        listed, short = ("\n".join(f"{node}|{form}idle" for node in nodes) for form in ("gpu*|", ""))
+        self._command("sinfo", f"case \"$*\" in *%P*) echo '{listed}';; *) echo '{short}';; esac")
 
     def says_of_job(self, fields: str, requeue_delay: int = 10) -> None:
         """Set the answers to `scontrol show job` and `scontrol show config`."""
@@ -45,13 +47,6 @@ class AnsweringSlurm:
         config = f"*show*config*) echo 'SchedulerParameters = requeue_delay={requeue_delay}';;"
         shown = f"{job} {config} *show*reservation*) ;;"
         self._command("scontrol", f'case "$*" in {shown} *) echo "scontrol $*" >> {self._log};; esac')
-
-    def says_of_nodes(self, *states: str) -> None:
-        """Set the states of gpu01, gpu02 and so on."""
-        nodes = [(f"gpu0{number}", state) for number, state in enumerate(states, 1)]
-        listed = "\n".join(f"{node}|gpu*|{state}" for node, state in nodes)
-        short = "\n".join(f"{node}|{state}" for node, state in nodes)
-        self._command("sinfo", f"case \"$*\" in *%P*) echo '{listed}';; *) echo '{short}';; esac")
 
     @property
     def asked(self) -> list[str]:

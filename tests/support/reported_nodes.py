@@ -33,7 +33,6 @@ class Clock:
         return self.now
 
     def advance(self, seconds: float) -> None:
-        """Let time pass."""
         self.now += seconds
 
 
@@ -60,23 +59,18 @@ class ReportedNodes:
         del self._statuses[node_rank]
 
     def statuses(self) -> dict[int, NodeStatus]:
-        """As ControlServer.statuses."""
         return dict(self._statuses)
 
     def silent_seconds(self, node_rank: int) -> float | None:
-        """As ControlServer.silent_seconds."""
         return self.silent[node_rank] if node_rank in self._statuses else None
 
     def is_silent(self, node_rank: int) -> bool:
-        """As ControlServer.is_silent."""
         return (self.silent_seconds(node_rank) or 0.0) > channel.LOST_SECONDS
 
     def has_ended(self, node_rank: int) -> bool:
-        """As ControlServer.has_ended."""
         return node_rank in self.ended
 
     def address(self, node_rank: int) -> str:
-        """As ControlServer.address."""
         return f"10.0.0.{node_rank + 1}"
 
 
@@ -108,7 +102,7 @@ class CoordinatedAttempt:
             self.coordinator.poll()
             self.node.storage.finish()
 
-    def beat(self, node_rank: int, **fields: Any) -> RankHeartbeat:
+    def beat(self, node_rank: int, **fields: Any) -> None:
         """Report a heartbeat of the node's rank, which has the same number."""
         usual = {
             "step": 9,
@@ -118,9 +112,7 @@ class CoordinatedAttempt:
             "step_seconds": 0.1,
             "busy_seconds": 0.1,
         }
-        heartbeat = RankHeartbeat(rank=node_rank, **{**usual, **fields})
-        self.nodes.report(node_rank, heartbeats=(heartbeat,))
-        return heartbeat
+        self.nodes.report(node_rank, heartbeats=(RankHeartbeat(rank=node_rank, **{**usual, **fields}),))
 
     def start(self, *, ended: Sequence[int] = (), restarts: int = 0) -> None:
         """Report that each node's rank, which has the same number, runs or has ended with exit code 0."""

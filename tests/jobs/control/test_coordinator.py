@@ -5,12 +5,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from support.events import (
-    attempt_ended,
-    resources_of,
-    train_started,
-    write_events,
-)  # fmt: skip
+from support.events import attempt_ended, resources_of, train_started, write_events
 from support.reported_nodes import AttemptMaker, CoordinatedAttempt
 
 from hpc.run.causes import Cause

@@ -110,27 +110,23 @@ def test_script_does_not_wait_long_for_a_spare(attempt: AttemptMaker) -> None:
     assert (script.members, script.nodes.directive.preflight) == ((0, 1), True)
 
 
-def test_torchrun_that_fails_again_and_again_ends_the_attempt(attempt: AttemptMaker) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "failure"),
+    [(119.0, "torchrun failed 5 times in a row: see hpc logs --all"), (120.0, None)],
+    ids=["soon", "after rounds that lasted"],
+)
+def test_torchrun_that_fails_again_and_again_ends_the_attempt(
+    attempt: AttemptMaker, seconds: float, failure: str | None
+) -> None:
     failing = attempt()
     for number in range(1, 7):
         assert failing.nodes.directive.round == number
         for rank in range(3):
             failing.nodes.report(rank, phase=Phase.ENDED, round=number, exit_code=int(rank == 1))
-        failing.poll(119.0)
-    assert failing.is_over()
-    assert failing.coordinator.failure is not None
-    assert failing.coordinator.failure.cause == "crashed"
-    assert failing.coordinator.failure.detail == "torchrun failed 5 times in a row: see hpc logs --all"
-
-
-def test_failed_rounds_that_lasted_do_not_count(attempt: AttemptMaker) -> None:
-    failing = attempt()
-    for number in range(1, 9):
-        for rank in range(3):
-            failing.nodes.report(rank, phase=Phase.ENDED, round=number, exit_code=int(rank == 1))
-        failing.poll(120.0)
-    assert not failing.is_over()
-    assert failing.nodes.directive.round == 9
+        failing.poll(seconds)
+    found = failing.coordinator.failure
+    assert (failing.is_over(), found and found.detail) == (failure is not None, failure)
+    assert found is None or found.cause == "crashed"
 
 
 def test_stop_waits_until_no_node_runs(attempt: AttemptMaker) -> None:

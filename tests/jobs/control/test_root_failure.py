@@ -39,13 +39,6 @@ def test_ranks_that_fail_again_on_a_bad_node_are_no_further_failure(root: RootFa
     assert root.find({bad_node, again, next_round}, all_heard=True) == next_round
 
 
-def test_failure_waits_for_all_nodes_to_report(root: RootFailure) -> None:
-    assert root.find({failure(0, 5.1)}, all_heard=False) is None
-    assert root.find({failure(0, 5.1), failure(1, 5.0)}, all_heard=True) == failure(1, 5.0)
-    others_may_follow = RootFailure(settle_seconds=60.0)
-    assert others_may_follow.find({failure(2, 9.0)}, all_heard=True) is None
-
-
 def test_victims_of_a_known_interruption_are_no_failures(root: RootFailure) -> None:
     known = failure(2, 4.0)
     assert root.find({known}, all_heard=True) == known

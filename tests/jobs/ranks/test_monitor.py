@@ -23,11 +23,6 @@ from jobs.ranks.monitor import NodeMonitor
 from jobs.ranks.torchrun import PROCESS_WRAPPER
 from jobs.stop_request import StopRequest
 
-FAILED = {
-    "rank": 0, "restarts": 0, "started_at": 1.0, "failed_at": 2.0, "exit_code": 1, "signal": None,
-    "out_of_memory": False, "step": None, "detail": "FileNotFoundError: No such file or directory: 'late.csv'",
-}  # fmt: skip
-
 
 def test_rank_whose_node_emptied_the_memory_still_says_how_it_failed(
     node: NodeAttempt, held: HeldNodeDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -57,7 +52,11 @@ def test_failure_is_reported_while_the_storage_hangs(
     node.run.events.mkdir()
     channel = ControlServer("secret", 1)
     ranks = NodeMonitor(node, held, channel, StopRequest())
-    (held.files.exits / "1-0.json").write_text(json.dumps(FAILED | {"detail": "ValueError: x"}))
+    failed = {
+        "rank": 0, "restarts": 0, "started_at": 1.0, "failed_at": 2.0, "exit_code": 1, "signal": None,
+        "out_of_memory": False, "step": None, "detail": "ValueError: x",
+    }  # fmt: skip
+    (held.files.exits / "1-0.json").write_text(json.dumps(failed))
     with hanging(node.run.events):
         ranks.poll()
         assert [failure.detail for failure in channel.status.failures] == ["ValueError: x"]
@@ -108,12 +107,15 @@ def test_ranks_without_heartbeats_live_while_they_compute_or_print(
     channel = ControlServer("secret", 1)
     ranks = NodeMonitor(node, held, channel, StopRequest()).ranks
     shell(command)
-    time.sleep(0.5)  # the shell has read its command
-    ended, still = time.monotonic() + 4.0, list[float]()
-    while time.monotonic() < ended:
+    began = time.monotonic()
+
+    def still_seconds() -> float:
         [heartbeat] = ranks.heartbeats()
         assert (heartbeat.rank, heartbeat.phase) == (3, "unwatched")
-        still.append(heartbeat.still_seconds)
-        time.sleep(0.05)
-    assert (max(still) > 2.5) == is_still, still
+        return heartbeat.still_seconds
+
+    if is_still:
+        wait_for(lambda: still_seconds() > 2.0)
+    else:
+        wait_for(lambda: still_seconds() < 1.0 and time.monotonic() > began + 2.5)
     channel.close()

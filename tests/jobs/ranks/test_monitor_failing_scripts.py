@@ -57,7 +57,6 @@ WAYS = {
     "exit": lambda: sys.exit(3),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "segmentation fault": lambda: ctypes.string_at(0),
-    "abort": os.abort,
     "interrupt": lambda: os.kill(os.getpid(), signal.SIGINT),
     "peer": loses_its_peer,
 }
@@ -85,7 +84,6 @@ EXPECTED = [
     (1, 3, "crashed", "way: exit"),
     (1, -9, "crashed", ""),
     (1, -11, "crashed", "Fatal Python error: Segmentation fault"),
-    (1, -6, "crashed", "Fatal Python error: Aborted"),
     (1, 1, "crashed", "KeyboardInterrupt"),
     (0, 1, "crashed", "RuntimeError: *Connection * by peer*"),
 ]

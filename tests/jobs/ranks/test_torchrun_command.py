@@ -1,6 +1,5 @@
 from dataclasses import replace
 
-from hpc.base.transport import pick_port
 from jobs.ranks.rank_environment import torchrun_environment
 from jobs.ranks.torchrun import Rendezvous, torchrun_argv
 
@@ -20,7 +19,5 @@ def test_ipv6_addresses_are_in_brackets_for_torchrun() -> None:
 
 
 def test_ports_of_a_range() -> None:
-    ports = range(23_000, 23_020)
-    assert all(pick_port(ports) in ports for _ in range(20))
-    argv = torchrun_argv(replace(MEETING, ports=ports), 1, "10.0.0.1", "python", ["p"])
+    argv = torchrun_argv(replace(MEETING, ports=range(23_000, 23_020)), 1, "10.0.0.1", "python", ["p"])
     assert "--rdzv-conf=rank=0,ports=23000-23019" in argv

@@ -4,12 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.cluster import ROOT, parent
+from support.waiting import wait_for
 
 from hpc.base.errors import BadNodeError
 from hpc.base.kernel import process_state
@@ -24,15 +24,6 @@ def node(tmp_path: Path) -> Path:
     for each in NodeDir(tmp_path).directories:
         each.mkdir(exist_ok=True)
     return tmp_path
-
-
-def wait_for(path: Path) -> str:
-    """Wait until a file has a whole line, and return its text."""
-    deadline = time.monotonic() + 60
-    while not path.exists() or not path.read_text().endswith("\n"):
-        assert time.monotonic() < deadline, path
-        time.sleep(0.02)
-    return path.read_text()
 
 
 # The kernel takes a while to free a rank's memory. Meanwhile the main thread is a zombie and another thread exists.
@@ -151,13 +142,12 @@ def environment() -> dict[str, str]:
 def test_what_a_rank_leaves_behind_ends_with_it(node: Path, left_behind: list[str]) -> None:
     """The rank is killed, then its wrapper is killed, then the rank ends by itself."""
     with start(left_behind) as torchrun:
-        wait_for(node / "stays")
-        assert [wait_for(node / f"met-{number}") for number in range(3)] == ["\n"] * 3
+        wait_for((node / "stays").exists)
+        assert [(node / f"met-{number}").read_text() for number in range(3)] == ["\n"] * 3
         assert len(pids_left(node)) == 3, "only those of the rank that runs"
         assert len(torchrun.ranks()) == 1
         (node / "end").touch()
-        while torchrun.exit_code is None:
-            time.sleep(0.02)
+        wait_for(lambda: torchrun.exit_code is not None)
         assert torchrun.exit_code == 0
         assert not pids_left(node)
 
@@ -165,11 +155,10 @@ def test_what_a_rank_leaves_behind_ends_with_it(node: Path, left_behind: list[st
 @pytest.mark.slow
 def test_what_a_rank_leaves_behind_ends_when_torchrun_is_killed(node: Path, left_behind: list[str]) -> None:
     with start(left_behind) as torchrun:
-        wait_for(node / "stays")
+        wait_for((node / "stays").exists)
         [rank] = torchrun.ranks()
         os.kill(parent(parent(rank)), signal.SIGKILL)
-        while torchrun.exit_code is None:
-            time.sleep(0.02)
+        wait_for(lambda: torchrun.exit_code is not None)
         assert torchrun.exit_code == -signal.SIGKILL
     assert not pids_left(node)
 
@@ -191,7 +180,6 @@ def test_process_that_stays_is_named() -> None:
 
 def test_node_on_which_a_rank_stays_is_bad() -> None:
     torchrun = start(["sh", "-c", "exit 3"])
-    while torchrun.exit_code is None:
-        time.sleep(0.02)
+    wait_for(lambda: torchrun.exit_code is not None)
     with pytest.raises(BadNodeError, match="cannot be killed"):
         torchrun.kill()

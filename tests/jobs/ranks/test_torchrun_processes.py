@@ -79,19 +79,6 @@ def test_nothing_outlives_a_killed_agent() -> None:
     assert not children(torchrun)
 
 
-def test_aborted_rank_prints_its_stacks(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    write = f"import os, time; os.dup2(os.open({str(log)!r}, os.O_WRONLY | os.O_CREAT), 2); os.write(2, b'1')"
-    code = f"{write}; time.sleep(300)"
-    environment = {**os.environ, "PYTHONFAULTHANDLER": "1"}
-    nested = NESTED.format(code=NESTED.format(code=code, new=False), new=True)
-    with Torchrun([sys.executable, "-c", nested], environment, Path("/")) as torchrun:
-        wait_for(lambda: torchrun.ranks() and log.exists() and log.read_text())
-        torchrun.abort_ranks()
-        wait_for(lambda: torchrun.exit_code is not None)
-    assert "Fatal Python error: Aborted" in log.read_text()
-
-
 def test_rank_that_hangs_in_the_fork_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only a wrapper that has no session yet is killed; one that has a session may take longer."""
     monkeypatch.setattr("jobs.ranks.torchrun._FORK_SECONDS", 0.5)
@@ -206,25 +193,24 @@ print(json.dumps(record), flush=True)
     assert (killed.rank, killed.signal) == (5, "SIGKILL")
 
 
-# Runs a command in a mount namespace with a GPU's device file.
+# Runs a command in a mount namespace, with a GPU's device file open.
 GPU = """
-mount -t tmpfs tmpfs /dev && mknod -m 666 /dev/null c 1 3 && mkdir /dev/shm && touch /dev/nvidiactl && exec "$@" 7<$FILE
+mount -t tmpfs tmpfs /dev && mknod -m 666 /dev/null c 1 3 && mkdir /dev/shm && touch /dev/nvidiactl &&
+exec "$@" 7</dev/nvidiactl
 """
 
 
-@pytest.mark.parametrize("file", ["/dev/nvidiactl", "/dev/null"])
-def test_rank_whose_parent_has_opened_a_gpu_starts_by_itself(tmp_path: Path, ranks: LocalRanks, file: str) -> None:
+def test_rank_whose_parent_has_opened_a_gpu_starts_by_itself(tmp_path: Path, ranks: LocalRanks) -> None:
     """torch's own flag misses some ways to use a GPU's driver, but the driver's files are open then."""
     need("unshare")
     (tmp_path / "program.py").write_text("import sys\nprint(sys.orig_argv[-3:], sys.argv)\nsys.exit()\n")
     rank = [str(PROCESS_WRAPPER), "rank", str(tmp_path), str(tmp_path), "-m", "program", "--flag"]
-    environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "PYTHONPATH": str(tmp_path), "FILE": file}
+    environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "PYTHONPATH": str(tmp_path)}
     namespace = ["unshare", "--mount", "sh", "-c", GPU, "sh"]
     subprocess.run([*namespace, sys.executable, "-c", FORK, *rank], env=environment, check=True)
     log = (tmp_path / "rank-00.log").read_text()
-    is_gpu = file != "/dev/null"
-    reason = f"{file} was open before the ranks were forked"
-    assert log.startswith(f"this rank imports torch itself, which takes longer: {reason}\n") == is_gpu
+    reason = "/dev/nvidiactl was open before the ranks were forked"
+    assert log.startswith(f"this rank imports torch itself, which takes longer: {reason}\n")
     arguments = [str(tmp_path / "program.py"), "--flag"]
     assert log.endswith(f"['-m', 'program', '--flag'] {arguments}\n"), "its program and arguments stay"
     assert ranks.new_failures() == []
@@ -319,13 +305,7 @@ def test_heartbeats_of_living_ranks_only(tmp_path: Path, ranks: LocalRanks) -> N
     assert ranks.heartbeats() == ()
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"step": None}, {"step": "12"}, {"step": True}, {"step": -1}, {"rank": [1]}, {"pid": "7"},
-        {"pid": 10**30}, {"phase": {}}, {"step_seconds": "0.1"}, {"busy_seconds": -1},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("wrong", [{"step": True}, {"step": -1}, {"rank": [1]}, {"pid": 10**30}, {"phase": {}}])
 def test_heartbeat_that_is_none_is_mentioned_once_and_not_used(
     wrong: dict[str, object], tmp_path: Path, ranks: LocalRanks, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -68,18 +68,10 @@ def test_round_starts_in_the_torchrun_that_waits(node_dir: NodeDir, standby: Sta
 
 
 def test_torchrun_that_does_not_fit_is_ended(node_dir: NodeDir, standby: Standby) -> None:
-    standby.prepare(*command(node_dir.path, USERS="own"), ROOT)
-    wrapper = own_wrapper()
-    assert standby.take(*command(node_dir.path, USERS="other")) is None
-    assert wrapper not in children(os.getpid())
-
-
-def own_wrapper() -> int:
-    """Return the process id of the only process wrapper that this process has started."""
-
-    def found() -> list[int]:
+    def wrappers() -> list[int]:
         return [pid for pid in children(os.getpid()) if has_name(pid, WRAPPER)]
 
-    wait_for(found)
-    [wrapper] = found()
-    return wrapper
+    standby.prepare(*command(node_dir.path, USERS="own"), ROOT)
+    wait_for(wrappers)
+    assert standby.take(*command(node_dir.path, USERS="other")) is None
+    assert not wrappers()

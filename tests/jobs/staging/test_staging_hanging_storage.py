@@ -13,19 +13,6 @@ from hpc.base.errors import BadNodeError
 from jobs.staging.coordination import StagingGroup
 from jobs.staging.stager import Stager
 
-MOMENTS = ["listing", "copying", "unpacking"]
-
-
-class HangsLater(StagingGroup):
-    """A node whose mount of the source hangs once it is listed."""
-
-    def __init__(self, source: Path, until: ExitStack) -> None:
-        self._source, self._until = source, until
-
-    def publish_listing(self, _version: str, _port: int) -> None:
-        """The listing is complete."""
-        self._until.enter_context(hanging(self._source))
-
 
 @pytest.fixture
 def mounted() -> Iterator[ExitStack]:
@@ -36,7 +23,7 @@ def mounted() -> Iterator[ExitStack]:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", ["listing", "copying", "unpacking"])
 def test_node_whose_mount_hangs_gives_up_and_names_it(
     tmp_path: Path, mounted: ExitStack, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -53,8 +40,8 @@ def test_node_whose_mount_hangs_gives_up_and_names_it(
     group = StagingGroup()
     if moment == "listing":
         mounted.enter_context(hanging(source))
-    else:
-        group = HangsLater(source, mounted)
+    else:  # it hangs once the source is listed
+        monkeypatch.setattr(group, "publish_listing", lambda *_: mounted.enter_context(hanging(source)))
     with (
         pytest.raises(BadNodeError, match=f"has got nothing of {data} for 1 s: that mount"),
         Stager(local, group=group, timeout_seconds=1) as stager,

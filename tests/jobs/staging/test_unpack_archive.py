@@ -244,20 +244,14 @@ def test_damaged_archive_is_reported(tree: Path, tmp_path: Path, local: Path, su
         check(archive)
 
 
-def spoil_third_header(content: bytes) -> bytes:
-    return content[:2058] + b"!" + content[2059:]
-
-
-def empty_third_header(content: bytes) -> bytes:
-    return content[:2048] + bytes(512) + content[2560:]
-
-
 BREAKS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "a damaged header": (spoil_third_header, "bad checksum at byte 2048"),
-    "an empty header": (empty_third_header, "it ends at byte 2048, but more data follow"),
+    "a damaged header": (lambda content: content[:2058] + b"!" + content[2059:], "bad checksum at byte 2048"),
+    "an empty header": (
+        lambda content: content[:2048] + bytes(512) + content[2560:], "it ends at byte 2048, but more data follow"
+    ),
     "an end in a header": (lambda content: content[:2100], "truncated header at byte 2048"),
     "an end between two files": (lambda content: content[:2048], "empty header at byte 2048"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", BREAKS)
