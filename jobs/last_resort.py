@@ -42,6 +42,7 @@ from jobs.node_attempt import (
 
 # A shell adds this to the number of the signal that killed a program.
 _BY_SIGNAL = 128
+_POLL_SECONDS = 2.0
 
 
 def main(argv: list[str]) -> int:
@@ -107,8 +108,7 @@ def _unfinished_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation) 
     Raises:
         TorchrelayError: the run was cancelled, or another job works on it.
     """
-    refresh_nfs_cache(run.events)
-    history = History.load(run)
+    history = _await_handover(run)
     if claim.why_nothing_started(history, allocation) is not None:
         return None
     for attempt in history.attempts:
@@ -117,12 +117,25 @@ def _unfinished_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation) 
             has_gone_on = any(isinstance(event, decided) for event in history.during(attempt.attempt).events)
             is_over = attempt.ended is not None and (has_gone_on or not history.may_restart)
             return None if is_over else attempt
-    number = history.last_attempt.attempt if history.last_attempt else 0
-    is_replaced = time.time() < handover.handover_deadline(history.unfinished_handover(number))
+    is_replaced = any(event.old_job_id == allocation.job_id for event in history.of(Resubmitted))
     if history.is_complete or is_replaced:
         return None
     # A run waits for other runs only before its first attempt, so claim that attempt only after the wait.
     return None if claim.must_wait(run, spec, allocation) else claim.claim_next(run, allocation, 0, "")
+
+
+def _await_handover(run: RunDir) -> History:
+    """Return the run's history once no process that has claimed its next job may still submit it.
+
+    The process may be an agent on another node, which was killed before it could submit a job or requeue this one.
+    """
+    while True:
+        refresh_nfs_cache(run.events)
+        history = History.load(run)
+        number = history.last_attempt.attempt if history.last_attempt else 0
+        if time.time() >= handover.handover_deadline(history.unfinished_handover(number)):
+            return history
+        time.sleep(_POLL_SECONDS)
 
 
 if __name__ == "__main__":

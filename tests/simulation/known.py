@@ -105,6 +105,13 @@ KNOWN = {
     "a node is cut off for seconds, its agent is killed, and Slurm refuses a new job": _plan(
         Fault(at=0.0, after=_TRAINS, kind="refuse-sbatch"),
         Fault(at=5.0, after=_TRAINS, kind="cut-one-way", host="gpu02", seconds=30.0),
+        Fault(at=10.0, after=_TRAINS, kind="kill-agent", host="gpu02"),
+        configuration={"nodes": ("gpu01", "gpu02", "gpu03")},
+    ),
+    # The batch script left the next job to the agent that had claimed it, but that agent was dead.
+    "a node is cut off, and its agent is killed after it has claimed the next job": _plan(
+        Fault(at=0.0, after=_TRAINS, kind="refuse-sbatch"),
+        Fault(at=5.0, after=_TRAINS, kind="cut-one-way", host="gpu02", seconds=30.0),
         Fault(at=20.0, after=_TRAINS, kind="kill-agent", host="gpu02"),
         configuration={"nodes": ("gpu01", "gpu02", "gpu03")},
     ),
