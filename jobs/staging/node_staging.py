@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 
 from hpc.base.errors import TorchrelayError
@@ -23,7 +22,6 @@ from hpc.run.events.kinds import DataStaged, Packed, Staging
 from jobs.control.channel import ControlChannel, ControlServer
 from jobs.control.messages import OVER
 from jobs.node_attempt import NodeAllocation, NodeAttempt, log
-from jobs.ranks.input_check import InputCheck
 from jobs.ranks.monitor import NodeMonitor
 from jobs.staging.coordination import Address, CacheStatus, NodeCache, StagingGroup, StagingPlan, choose_owners
 from jobs.staging.copy_progress import CancellableWait, CopyProgress, Watch
@@ -131,8 +129,6 @@ class NodeStaging:
         staged = self.stage(source)
         if staged.in_place:
             log(f"reading {source} in place: {staged.in_place}")
-        else:
-            self.monitor.input_check = InputCheck(partial(self._replace_damaged, source, staged.path))
         if spec.pack is None:
             return staged.path
         if staged.in_place:
@@ -142,26 +138,6 @@ class NodeStaging:
         seconds = round(time.monotonic() - began, 3)
         self.node.record(Packed(node=self.node.host, path=str(packed), seconds=seconds))
         return packed
-
-    def _replace_damaged(self, source: Path, copy: Path) -> int:
-        """Read all of this node's copy, and replace it if it is damaged. Returns the number of damaged files.
-
-        Processes that read the copy meanwhile see each file either old or new. Raises TorchrelayError or OSError if the
-        copy or its source cannot be read.
-        """
-        store, size = open_store(self.node.stage_dir), self.node.spec.pack
-        version = copy.relative_to(store.root).parts[0]
-        store.entry(version).distrust()
-        with Stager(self.node.stage_dir, timeout_seconds=self.node.spec.stage_timeout.seconds) as stager:
-            damaged = stager.stage(source).repaired
-        if size is None:
-            return damaged
-        packed = store.entry(packed_name(version, size))
-        before = packed.data.stat().st_ino
-        packed.distrust()
-        with ExitStack() as in_use:
-            pack(self.node.stage_dir, in_use, copy, size, lambda _: False)
-        return damaged + (packed.data.stat().st_ino != before)
 
     def group(self, source: Path) -> NodeGroup:
         """Return the group of the attempt's nodes that stage one source."""
@@ -223,11 +199,6 @@ class NodeStaging:
         return poll
 
 
-def packed_name(version: str, size: int) -> str:
-    """Return the name of the copy with the packed images of another copy, `version`."""
-    return f"{version}-{size}px"
-
-
 def pack(stage_dir: Path, resources: ExitStack, folder: Path, size: int, watch: Watch) -> Path:
     """Pack a staged folder unless it is packed already. Returns the directory of the packed data.
 
@@ -241,7 +212,7 @@ def pack(stage_dir: Path, resources: ExitStack, folder: Path, size: int, watch: 
     store = open_store(stage_dir)
     # The copy's directory is named after one version of the data set.
     version = folder.relative_to(store.root).parts[0]
-    entry = store.entry(packed_name(version, size))
+    entry = store.entry(f"{version}-{size}px")
     waiting = CancellableWait(watch)
     with entry.locked(waiting, resources) as (manifest, damaged):
         if manifest is None or damaged:

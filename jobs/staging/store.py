@@ -195,11 +195,6 @@ class CacheEntry:
         except (OSError, ValueError, TypeError):
             return None
 
-    def distrust(self) -> None:
-        """Have the next `find_damaged` read all files."""
-        if manifest := self.manifest():
-            write_manifest(self.path, replace(manifest, boot=""))
-
     def find_damaged(self, manifest: Manifest, stopped: Callable[[], bool]) -> list[str]:
         """Return the names of files that differ from the manifest. Creates directories that are missing.
 
