@@ -163,15 +163,10 @@ class NodeStaging:
         except (TorchrelayError, OSError):
             group.withdraw()
             raise
-        per_job = node.stage_dir_is_per_job and staged.in_place is None
-        fields = {
-            **asdict(staged), "path": str(staged.path), "seconds": round(staged.seconds, 3), "per_job": per_job,
-        }  # fmt: skip
+        fields = {**asdict(staged), "path": str(staged.path), "seconds": round(staged.seconds, 3)}
         node.record(DataStaged(node=node.host, source=str(source), **fields))
         if staged.fallback:
             log(f"read from shared storage instead of other nodes: {staged.fallback}")
-        if per_job:
-            log(f"{node.stage_dir} on {node.host} is deleted with this job: the next job copies {source} again")
         return staged
 
     def watch(self, source: Path) -> Watch:

@@ -195,8 +195,6 @@ class DataStaged(Event, frozen=True, kw_only=True, tag="staged"):
     node: str
     source: str
     path: str | None = None
-    per_job: bool = False
-    """Whether the cluster deletes the copy with the job."""
     reused: bool = False
     in_place: str | None = None
     seconds: Number = 0.0
