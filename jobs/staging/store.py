@@ -235,7 +235,7 @@ class CacheEntry:
 
     @contextmanager
     def locked(
-        self, waiting: CancellableWait, in_use: ExitStack, wait_for_maker: Callable[[], None] | None = None
+        self, waiting: CancellableWait, in_use: ExitStack, wait_for_maker: Callable[[], None]
     ) -> Iterator[tuple[Manifest | None, list[str]]]:
         """Hold both locks: against deletion until `in_use` is closed, against other makers of the copy in the block.
 
@@ -252,7 +252,7 @@ class CacheEntry:
                     heartbeat, seen_at = newest, time.monotonic()
                 if time.monotonic() - seen_at > _STALLED_SECONDS:
                     raise StalledError
-                (wait_for_maker or waiting.wait)()
+                wait_for_maker()
             self.send_heartbeat()
             waiting.heartbeat = self.send_heartbeat
             self.lock_for_use(waiting, in_use)
@@ -330,7 +330,7 @@ class CacheStore:
         return CacheEntry(store=self, name=name)
 
     def entries(self) -> list[CacheEntry]:
-        """Return the existing copies, also those that are being packed, least recently used first."""
+        """Return the existing copies, least recently used first."""
         names = [path.name for path in self.root.iterdir() if path.name != "locks" and not path.name.startswith(".")]
         used = [(entry.used_at, entry) for entry in map(self.entry, names)]
         return [entry for used_at, entry in sorted(used, key=lambda pair: pair[0]) if used_at]

@@ -206,14 +206,6 @@ class DataStaged(Event, frozen=True, kw_only=True, tag="staged"):
     shared: str | None = None
 
 
-class Packed(Event, frozen=True, kw_only=True):
-    """An agent has packed the data set, for --pack."""
-
-    node: str
-    path: str
-    seconds: Number
-
-
 class EnvironmentStaged(Event, frozen=True, kw_only=True, tag="environment"):
     """An agent has staged the Python environment for --stage-env, or uses the shared one."""
 
