@@ -102,18 +102,6 @@ def write_all(descriptor: int, content: memoryview, offset: int) -> None:
         content, offset = content[written:], offset + written
 
 
-def describe_file(directory: Path, name: str, chunk_bytes: int, stopped: Callable[[], bool]) -> CopiedFile:
-    """Describe a file as it is on the disk, not in the page cache. Raises StagingStopped if `stopped` returns true."""
-    checksums = list[str]()
-    with (directory / name).open("rb", buffering=0) as content:
-        os.posix_fadvise(content.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        size = os.fstat(content.fileno()).st_size
-        for _ in range(0, max(1, size), chunk_bytes):  # also one chunk for an empty file
-            stop_if(stopped())
-            checksums.append(checksum(content.read(chunk_bytes)))
-    return CopiedFile(name, size, chunk_bytes, tuple(checksums))
-
-
 # --- the disk ---
 
 
@@ -221,8 +209,15 @@ class CacheEntry:
         return status.st_size != file.size or status.st_ctime_ns >= written_ns
 
     def _differs(self, file: CopiedFile, stopped: Callable[[], bool]) -> bool:
+        """Return whether a file has other bytes, on the disk, not in the page cache."""
         try:
-            return describe_file(self.data, file.name, file.chunk_bytes, stopped) != file
+            with (self.data / file.name).open("rb", buffering=0) as content:
+                os.posix_fadvise(content.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                for expected in file.checksums:
+                    stop_if(stopped())
+                    if checksum(content.read(file.chunk_bytes)) != expected:
+                        return True
+                return os.fstat(content.fileno()).st_size != file.size
         except OSError:
             return True  # the file is missing, or the disk has a read error
 
