@@ -16,6 +16,7 @@ from hpc.run.events.kinds import (
     Refused,
     Resumed,
     RoundStarted,
+    SlowRank,
     SnapshotOff,
     Submitted,
     TrainCompleted,
@@ -49,6 +50,11 @@ def warnings_of(history: History, *, completed: bool = False) -> list[str]:
     found = _refused_job(history)
     found += _too_little_time(history.last(Resumed) or history.last(Submitted), history.save_seconds)
     found += list(filter(None, map(_staging_warning, now.of(DataStaged))))[:1]
+    if slow := now.last(SlowRank):
+        found.append(
+            f"rank {slow.rank} on {slow.node} needs {slow.busy_seconds:.3g} s per step, the others "
+            f"{slow.median_seconds:.3g} s, and all wait for it: check that node, or --exclude {slow.node}"
+        )
     found += _ranks_that_ended_early(now)
     if (silent := now.last(RanksSilent)) and silent.seconds and now.last(AttemptEnded) is None:
         found.append(

@@ -38,7 +38,7 @@ from jobs.control.channel import LOST_SECONDS, ControlServer
 from jobs.control.counted_steps import CountedSteps
 from jobs.control.failures import budget_with, lack_of_nodes, with_known_steps
 from jobs.control.messages import OVER, Phase
-from jobs.control.rank_health import COUNTED, describe_silence, find_hang, is_silent
+from jobs.control.rank_health import COUNTED, StragglerDetector, describe_silence, find_hang, is_silent
 from jobs.control.rank_starts import RankStarts, describe_ended
 from jobs.control.root_failure import RootFailure, explain
 from jobs.control.round_members import decide_round
@@ -100,6 +100,7 @@ class Coordinator:
         self._preflight_passed = {name for event in self._history.of(Checked) for name in event.nodes}
         # The state of what is watched.
         self._root_failure = RootFailure()
+        self._stragglers = StragglerDetector()
         self._starts = RankStarts()
         self._patience = Patience(node)
         self._is_silent = False
@@ -148,6 +149,7 @@ class Coordinator:
         self._find_failed_ranks(view)
         self._abort_hung_ranks(view)
         self._report_starts(view)
+        self._report_stragglers(view)
         self._report_silence(view)
         # With the next round, a failure that is not handled yet would count as a known one. In a pause it is known, and
         # also if a member has ended its ranks because its link to this node was lost: the other ranks failed for that.
@@ -375,6 +377,16 @@ class Coordinator:
             self._record(event, f"{rank_names(event.ranks)} ended with exit code 0, and the other ranks still run")
         elif event is not None:
             self._record(event)
+
+    def _report_stragglers(self, view: AttemptView) -> None:
+        for slow in self._stragglers.find(view.heartbeats):
+            node_rank = view.node_of(slow.rank)
+            node = "its node" if node_rank is None else view.hostnames[node_rank]
+            self._record(
+                structs.replace(slow, node=node),
+                f"rank {slow.rank} on {node} slows the others down: it works {slow.busy_seconds:.3f} s per step, "
+                f"the others {slow.median_seconds:.3f} s",
+            )
 
     def _report_silence(self, view: AttemptView) -> None:
         """Report that the ranks of a script without heartbeats do nothing, and that they do something again."""

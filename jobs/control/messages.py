@@ -54,6 +54,8 @@ class RankHeartbeat:
     """Seconds since the rank's last sign of life, by its node's clock."""
     step_seconds: float | None
     """Mean seconds per recent step; None if unknown."""
+    busy_seconds: float | None
+    """Mean seconds of the rank's own work in recent steps; None if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)

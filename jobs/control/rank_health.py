@@ -1,11 +1,13 @@
-"""Finds ranks that hang, by their heartbeats. Runs in the first node's agent."""
+"""Finds ranks that hang, and ranks that slow the others down, by their heartbeats. Runs in the first node's agent."""
 
 import math
+import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hpc.base.units import Duration
+from hpc.run.events.kinds import SlowRank
 from jobs.control.messages import RankHeartbeat
 
 # While training, twenty steps without a sign of life are a hang; but slow storage may take a minute for one batch.
@@ -23,6 +25,8 @@ What its processes do is also a sign of life: an evaluation does no steps."""
 _STOPPED = "T"
 _STUCK = {_STOPPED: "is stopped", "t": "is stopped by a debugger", "D": "waits in the kernel for a device or storage"}
 _SILENT_PHASES = frozenset({UNWATCHED, COUNTED})
+# A straggler works at least twice as long per step as usual, for 10 s on end; differences below 20 ms are noise.
+_SLOW_FACTOR, _SLOW_MIN_SECONDS, _SLOW_FOR_SECONDS = 2.0, 0.02, 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,3 +116,29 @@ def _find_hanging_rank(heartbeats: Mapping[int, RankHeartbeat]) -> int | None:
     first_step = min(step for step, _ in positions.values())
     behind = [rank for rank, (step, _) in positions.items() if step == first_step]
     return behind[0] if len(behind) == 1 and len(heartbeats) > 1 else None
+
+
+class StragglerDetector:
+    """Reports a straggler once it has been slow for 10 s, and again only after it has recovered."""
+
+    def __init__(self) -> None:
+        self._slow_since: dict[int, float] = {}
+
+    def find(self, heartbeats: Mapping[int, RankHeartbeat]) -> list[SlowRank]:
+        """Return the stragglers to report now, without their nodes."""
+        busy = {rank: beat.busy_seconds for rank, beat in heartbeats.items() if beat.busy_seconds is not None}
+        if not busy:
+            return []
+        # The usual time is the median of all ranks; of two ranks, it is the time of the faster one.
+        usual = sorted(busy.values())[(len(busy) - 1) // 2]
+        stragglers = list[SlowRank]()
+        now = time.monotonic()
+        limit = max(_SLOW_FACTOR * usual, usual + _SLOW_MIN_SECONDS)
+        slow = {rank: seconds for rank, seconds in busy.items() if seconds >= limit}
+        for rank in [rank for rank in self._slow_since if rank in busy and rank not in slow]:
+            del self._slow_since[rank]
+        for rank, seconds in slow.items():
+            if now - self._slow_since.setdefault(rank, now) > _SLOW_FOR_SECONDS:
+                self._slow_since[rank] = float("inf")  # do not report it again while it is slow
+                stragglers.append(SlowRank(rank=rank, node="", busy_seconds=seconds, median_seconds=usual))
+        return stragglers

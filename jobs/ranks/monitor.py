@@ -43,6 +43,7 @@ class _Heartbeat(Struct, frozen=True, kw_only=True):
     count: Any = None
     """Differs from one sign of life to the next."""
     step_seconds: _Seconds | None = None
+    busy_seconds: _Seconds | None = None
 
 
 @dataclass(kw_only=True)
@@ -119,7 +120,7 @@ class LocalRanks:
         own = children(pid)[:1]
         return RankHeartbeat(
             rank=rank, step=0, phase=UNWATCHED, state=(process_state(own[0]) or "") if own else "",
-            still_seconds=round(self._idle_seconds(rank, pid), 2), step_seconds=None,
+            still_seconds=round(self._idle_seconds(rank, pid), 2), step_seconds=None, busy_seconds=None,
         )  # fmt: skip
 
     def _idle_seconds(self, rank: int, pid: int) -> float:
@@ -149,7 +150,7 @@ class LocalRanks:
                 still = min(still, self._idle_seconds(rank, beat.pid))
             return RankHeartbeat(
                 rank=rank, step=beat.step, phase=beat.phase, state=state or "", still_seconds=round(still, 2),
-                step_seconds=beat.step_seconds,
+                step_seconds=beat.step_seconds, busy_seconds=beat.busy_seconds,
             )  # fmt: skip
         return None
 

@@ -143,7 +143,7 @@ class LocalRanks:
         return (
             RankHeartbeat(
                 rank=rank, step=group.steps.get(torchrun.node_rank, 0), phase=phase, state="S",
-                still_seconds=round(still, 2), step_seconds=group.training_of.step_seconds,
+                still_seconds=round(still, 2), step_seconds=group.training_of.step_seconds, busy_seconds=None,
             ),
         )  # fmt: skip
 

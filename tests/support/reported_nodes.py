@@ -8,7 +8,7 @@ import pytest
 
 from hpc.run.events.kinds import RankFailed
 from hpc.run.events.ledger import Event
-from jobs.control import channel, coordinator, rank_starts, root_failure, silent_nodes
+from jobs.control import channel, coordinator, rank_health, rank_starts, root_failure, silent_nodes
 from jobs.control.coordinator import Coordinator
 from jobs.control.messages import Directive, NodeStatus, Phase, RankHeartbeat, RankStart
 from jobs.node_attempt import NodeAttempt
@@ -24,7 +24,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1_000_000.0
-        for module in (coordinator, silent_nodes, rank_starts, root_failure):
+        for module in (coordinator, silent_nodes, rank_health, rank_starts, root_failure):
             monkeypatch.setattr(module, "time", self)
         monkeypatch.setattr(coordinator, "steady_time", self.monotonic)
 
@@ -116,6 +116,7 @@ class CoordinatedAttempt:
             "state": "S",
             "still_seconds": 0.1,
             "step_seconds": 0.1,
+            "busy_seconds": 0.1,
         }
         heartbeat = RankHeartbeat(rank=node_rank, **{**usual, **fields})
         self.nodes.report(node_rank, heartbeats=(heartbeat,))

@@ -87,7 +87,7 @@ class Trainer:
         self.corrupt_images = self.state.register("corrupt_images", corrupt_images)
         loss = Loss(config, data.train.labels, len(data.classes), group.device)
         self.stepper = Stepper(context, self.schedule, group, self.state, preprocess, loss)
-        self.step_timer = StepTimer(context.heartbeat)
+        self.step_timer = StepTimer(context, group, model)
         self.saver = Saver(context, self.state, group, self.logger)
         self.stop_consensus = StopConsensus(group.control)
         self.validator = self.make_validator(preprocess)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from hpc.base.errors import UserError
 
-# The place of each fault: `boundary` (before a step), `step` (before the weights change), `save` (before a checkpoint
-# is published), `evaluate` (before a batch), `loss` (which becomes nan), or `preflight` (its matrix product).
+# The place of each fault: `load` (before waiting for a batch), `boundary` (before a step), `step` (before the weights
+# change), `save` (before a checkpoint is published), `evaluate` (before a batch), `loss` (which becomes nan), or
+# `preflight` (its matrix product).
 _PLACES = {
     "step": "step",
     "save": "save",
@@ -19,6 +20,7 @@ _PLACES = {
     "raise": "step",
     "oom": "step",
     "exit": "step",
+    "slow": "load",
     "loss": "loss",
     "preflight": "preflight",
 }
@@ -61,6 +63,8 @@ class Fault:
             case "exit":
                 # Exit as if the work were done.
                 os._exit(0)
+            case "slow":
+                time.sleep(0.3)
         # For "preflight" and "loss", the caller falsifies its result.
         return True
 

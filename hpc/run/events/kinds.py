@@ -415,6 +415,15 @@ class RanksSilent(Event, frozen=True, kw_only=True):
     """Seconds since a rank last used the processor, read or wrote; 0 if the ranks do something again."""
 
 
+class SlowRank(Event, frozen=True, kw_only=True):
+    """The first node's agent reports a rank for which all other ranks wait."""
+
+    rank: Int
+    node: str
+    busy_seconds: Number
+    median_seconds: Number
+
+
 class CheckpointSaved(Event, frozen=True, kw_only=True):
     """Rank 0 has saved a checkpoint."""
 

@@ -39,6 +39,7 @@ EVENTS: tuple[dict[str, Any], ...] = (
     {"event": "train_started", "attempt": 1, "step": 0, "total_steps": 90, "world_size": 2, "seconds": 5.0,
      "connect_seconds": 3.0, "restore_seconds": 0.5, "train_seconds": 0.0},
     {"event": "first_step", "attempt": 1, "step": 1},
+    {"event": "slow_rank", "attempt": 1, "rank": 1, "node": "a2", "busy_seconds": 2.0, "median_seconds": 1.0},
     {"event": "checkpoint_saved", "attempt": 1, "step": 30, "seconds": 1.0, "copy_seconds": 0.1},
     {"event": "snapshot_off", "attempt": 1, "reason": "no room"},
     {"event": "tracking_failed", "attempt": 1, "service": "wandb", "reason": "no internet"},

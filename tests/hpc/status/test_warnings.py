@@ -64,6 +64,8 @@ def test_without_a_known_grace_there_is_nothing_to_compare_with() -> None:
         (event("ranks_silent", 5.0, attempt=1, seconds=930.0), "anything, for 16 minutes or more: if the script hangs"),
         (event("ranks_ended", 5.0, attempt=1, ranks=[1, 3]),
          "ranks 1, 3 ended with exit code 0 while the other ranks run"),
+        (event("slow_rank", 5.0, attempt=1, rank=3, node="gpu02", busy_seconds=0.25, median_seconds=0.1),
+         "rank 3 on gpu02 needs 0.25 s per step, the others 0.1 s"),
         (event("snapshot_off", 5.0, attempt=1, reason="/dev/shm has 60 MB free"),
          "snapshots are off: /dev/shm has 60 MB free"),
         (attempt_ended(5.0, "no_space"), "free some space"),
@@ -115,9 +117,9 @@ def test_times_that_the_run_was_resumed_with_count() -> None:
 
 
 def test_completed_run_has_only_the_warning_about_its_result() -> None:
-    silent = event("ranks_silent", 2.0, attempt=1, seconds=930.0)
+    slow = event("slow_rank", 2.0, attempt=1, rank=3, node="a", busy_seconds=2.0, median_seconds=1.0)
     off = event("snapshot_off", 3.0, attempt=1, reason="no room")
     ended = event("train_completed", 4.0, attempt=1, learned_nothing="it has learned nothing")
-    events = [SUBMITTED, FIRST, silent, off, ended]
+    events = [SUBMITTED, FIRST, slow, off, ended]
     assert len(found(events)) == 3
     assert found(events, completed=True) == ["it has learned nothing"]

@@ -25,7 +25,9 @@ def server() -> Iterator[ControlServer]:
     made.close()
 
 
-HEARTBEAT = RankHeartbeat(rank=3, step=7, phase="step", state="S", still_seconds=0.1, step_seconds=0.5)
+HEARTBEAT = RankHeartbeat(
+    rank=3, step=7, phase="step", state="S", still_seconds=0.1, step_seconds=0.5, busy_seconds=None
+)
 FAILURE = RankFailed(
     node="n1",
     round=1,

@@ -248,7 +248,7 @@ def test_attempt_that_others_have_ended_is_over(attempt: AttemptMaker) -> None:
     assert not ended.events("interruption")
 
 
-# --- hangs ---
+# --- hangs and stragglers ---
 
 
 def test_hung_ranks_are_aborted(attempt: AttemptMaker) -> None:
@@ -322,6 +322,20 @@ def test_heartbeats_of_an_earlier_round_and_of_lost_nodes_do_not_count(attempt: 
     old.nodes.silent[2] = 6.0
     old.poll()
     assert [event["step"] for event in old.events("interruption")] == [0], "what the lost node did is lost"
+
+
+def test_straggler_is_recorded(attempt: AttemptMaker, capsys: pytest.CaptureFixture[str]) -> None:
+    slow = attempt()
+    for rank in range(3):
+        slow.beat(rank, busy_seconds=0.4 if rank == 2 else 0.1)
+    slow.poll()
+    slow.poll(11.0)
+    expected = {"rank": 2, "node": "gpu03", "busy_seconds": 0.4, "median_seconds": 0.1}
+    assert slow.events("slow_rank") == [expected]
+    assert (
+        "rank 2 on gpu03 slows the others down: it works 0.400 s per step, the others 0.100 s"
+        in capsys.readouterr().out
+    )
 
 
 def test_ranks_that_do_nothing_are_recorded_and_left_alone(

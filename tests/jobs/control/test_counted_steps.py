@@ -8,7 +8,9 @@ from jobs.control.rank_health import COUNTED, UNWATCHED
 
 def ranks(*steps: int, phase: str = COUNTED) -> list[RankHeartbeat]:
     return [
-        RankHeartbeat(rank=rank, step=step, phase=phase, state="S", still_seconds=0.0, step_seconds=0.5)
+        RankHeartbeat(
+            rank=rank, step=step, phase=phase, state="S", still_seconds=0.0, step_seconds=0.5, busy_seconds=None
+        )
         for rank, step in enumerate(steps)
     ]
 

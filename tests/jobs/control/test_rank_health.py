@@ -1,16 +1,19 @@
-"""Which ranks hang."""
+"""Which ranks hang, and which slow the others down."""
 
 from dataclasses import replace
 
 import pytest
 
 from hpc.base.units import Duration
+from jobs.control import rank_health
 from jobs.control.messages import RankHeartbeat
-from jobs.control.rank_health import COUNTED, UNWATCHED, find_hang, timeout_seconds
+from jobs.control.rank_health import COUNTED, UNWATCHED, StragglerDetector, find_hang, timeout_seconds
 
 
 def heartbeat(rank: int, still: float = 0.0, step: int = 10, phase: str = "step", state: str = "S") -> RankHeartbeat:
-    return RankHeartbeat(rank=rank, step=step, phase=phase, state=state, still_seconds=still, step_seconds=0.5)
+    return RankHeartbeat(
+        rank=rank, step=step, phase=phase, state=state, still_seconds=still, step_seconds=0.5, busy_seconds=0.1
+    )
 
 
 def of(*heartbeats: RankHeartbeat) -> dict[int, RankHeartbeat]:
@@ -127,3 +130,51 @@ def test_rank_hangs_once_it_has_exceeded_its_limit(still: float, hangs: bool) ->
     found = find_hang(of(heartbeat(0, still=still), heartbeat(1, still=61.0)), None)
     assert (found is not None) is hangs
     assert found is None or found.seconds == 61.0, "of the one that has been still for longest"
+
+
+@pytest.mark.parametrize(
+    ("busy", "slow"),
+    [
+        ((0.1, 0.1, 0.19), []),
+        ((0.1, 0.1, 0.2), [2]),
+        ((0.01, 0.01, 0.025), []),
+        ((0.01, 0.01, 0.03), [2]),
+        ((0.1, 0.3), [1]),
+        ((0.1, 0.1, 0.3, 0.3), [2, 3]),
+        ((0.1, 0.3, 0.3), []),
+        ((None, 0.1, 0.3), [2]),
+        ((0.3,), []),
+    ],
+)
+def test_straggler_needs_twice_the_usual_time_for_its_own_work(
+    monkeypatch: pytest.MonkeyPatch, busy: tuple[float | None, ...], slow: list[int]
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(rank_health.time, "monotonic", lambda: clock[0])
+    detector = StragglerDetector()
+    ranks = of(*(replace(heartbeat(rank), busy_seconds=seconds) for rank, seconds in enumerate(busy)))
+    for clock[0] in (0.0, 10.0):
+        assert detector.find(ranks) == []
+    clock[0] = 10.25
+    assert [straggler.rank for straggler in detector.find(ranks)] == slow
+
+
+def test_rank_that_is_fast_again_is_slow_anew_when_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(rank_health.time, "monotonic", lambda: clock[0])
+    detector = StragglerDetector()
+    fast = of(heartbeat(0), heartbeat(1), heartbeat(2))
+    slow = fast | of(replace(heartbeat(2), busy_seconds=0.3))
+    reported = []
+    for clock[0], ranks in (
+        (0, slow),
+        (5, fast),
+        (6, slow),
+        (12, slow),
+        (17, slow),
+        (30, fast),
+        (31, slow),
+        (42, slow),
+    ):
+        reported += [clock[0] for _ in detector.find(ranks)]
+    assert reported == [17, 42]

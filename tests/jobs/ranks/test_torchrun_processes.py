@@ -323,7 +323,7 @@ def test_heartbeats_of_living_ranks_only(tmp_path: Path, ranks: LocalRanks) -> N
     "wrong",
     [
         {"step": None}, {"step": "12"}, {"step": True}, {"step": -1}, {"rank": [1]}, {"pid": "7"},
-        {"pid": 10**30}, {"phase": {}}, {"step_seconds": "0.1"}, {"step_seconds": -1},
+        {"pid": 10**30}, {"phase": {}}, {"step_seconds": "0.1"}, {"busy_seconds": -1},
     ],
 )  # fmt: skip
 def test_heartbeat_that_is_none_is_mentioned_once_and_not_used(

@@ -36,6 +36,8 @@ class Heartbeat:
         self._path = path
         self.step_seconds: float | None = None
         """Mean seconds per recent step; None before the first step."""
+        self.busy_seconds: float | None = None
+        """Mean seconds of this rank's own work in recent steps; None before the first step, and in a script."""
 
     def beat(self, phase: Phase, step: int | None = None) -> None:
         """Write the phase that begins now, and the optimizer steps done. `None` repeats the step of the last beat."""
@@ -45,7 +47,7 @@ class Heartbeat:
         self._step = self._step if step is None else step
         record = {
             "rank": self._rank, "pid": os.getpid(), "step": self._step, "phase": phase, "count": self._count,
-            "time": time.time(), "step_seconds": self.step_seconds,
+            "time": time.time(), "step_seconds": self.step_seconds, "busy_seconds": self.busy_seconds,
         }  # fmt: skip
         with suppress(OSError):
             # Reopen the file for each beat: a script may close descriptors, and something may have emptied /dev/shm.

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.trainings import Starter, children, lines, wait_for_the_end_of
+from support.trainings import Starter, children, lines, slow, wait_for_the_end_of
 from torchrelay.progress_files import Heartbeat
 
 from hpc.run.nodedir import NodeDir
 
 FLAGS = ("--epochs=2", "--batch-size=20", "--log-every=1", "--lr=0.05")
 STEPS = 18
-FIELDS = {"rank", "pid", "step", "phase", "count", "time", "step_seconds"}
+FIELDS = {"rank", "pid", "step", "phase", "count", "time", "step_seconds", "busy_seconds"}
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -43,13 +43,13 @@ def test_a_beat_is_one_record_of_one_size_that_the_next_one_replaces(tmp_path: P
     heartbeat = Heartbeat(path, 3)
     heartbeat.beat("start")
     heartbeat.beat("load", 7)
-    heartbeat.step_seconds = 1 / 3
+    heartbeat.step_seconds, heartbeat.busy_seconds = 1 / 3, 2e-7
     heartbeat.beat("step")
     assert path.stat().st_size == 512
     record = read(path)
     assert record.keys() == FIELDS
-    fields = {name: record[name] for name in ("rank", "step", "phase", "count", "step_seconds")}
-    assert fields == {"rank": 3, "step": 7, "phase": "step", "count": 3, "step_seconds": 1 / 3}
+    fields = {name: record[name] for name in ("rank", "step", "phase", "count", "step_seconds", "busy_seconds")}
+    assert fields == {"rank": 3, "step": 7, "phase": "step", "count": 3, "step_seconds": 1 / 3, "busy_seconds": 2e-7}
 
 
 def test_a_file_that_was_removed_is_written_again_by_whoever_has_its_place(tmp_path: Path) -> None:
@@ -103,7 +103,20 @@ def test_every_phase_of_a_resumed_training_can_be_seen_from_outside(
     for beat in beats:
         assert (beat["phase"], beat["step"]) == ("end", STEPS)
         assert beat["count"] > 2 * (STEPS - done)
-        assert beat["step_seconds"] > 0
+        assert 0 < beat["busy_seconds"] <= beat["step_seconds"]
+
+
+# A model with batch statistics makes all ranks wait for rank 0 at the beginning of a forward pass.
+@pytest.mark.parametrize(
+    ("rank", "flags"),
+    [(1, ()), slow(0, ("--model=shufflenet_v2_x0_5", "--image-size=24"))],
+)
+def test_a_single_slow_rank_stands_out(start: Starter, node: NodeDir, rank: int, flags: tuple[str, ...]) -> None:
+    argv = ("--epochs=1", "--batch-size=64", *flags, f"--node-dir={node.path}", f"--fault=slow@1:{rank}")
+    start.complete(*argv, world_size=2)
+    beats = [read(node.heartbeat(each)) for each in range(2)]
+    assert all(beat["step_seconds"] > 0.3 for beat in beats), "all ranks are as slow as the slowest"
+    assert beats[rank]["busy_seconds"] > max(0.3, beats[1 - rank]["busy_seconds"])
 
 
 def test_a_heartbeat_that_cannot_be_written_does_not_hurt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
