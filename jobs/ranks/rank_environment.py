@@ -9,11 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchrelay import this_rank
+
 from hpc.base.environment import (
     ATTEMPT,
     DATA,
     NEXT_CLAIM,
     PRELOAD,
+    PROTOCOL,
     PYTHONPATH,
     RUN_DIR,
     SECRET,
@@ -70,6 +73,7 @@ def round_environment(
     environment |= {
         RUN_DIR: str(run.path),
         ATTEMPT: str(node.attempt.attempt),
+        PROTOCOL: this_rank.PROTOCOL,
         NEXT_CLAIM: str(ledger.claim_file(run, node.attempt.attempt + 1)),
         SNAPSHOTS: str(node_dir.snapshots),
         **({DATA: str(setup.data)} if setup.data else {}),

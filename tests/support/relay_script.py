@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchrelay import this_rank
 from torchrelay.saving.owner import Owner
 
-from hpc.base.environment import ATTEMPT, NEXT_CLAIM, RUN_DIR
+from hpc.base.environment import ATTEMPT, NEXT_CLAIM, PROTOCOL, RUN_DIR
 from hpc.run.events.ledger import claim_file
 from hpc.run.rundir import RunDir
 from support.trainings import run_forked
@@ -85,7 +86,8 @@ def agent_variables(run_dir: Path) -> dict[str, str]:
     """The variables by which an agent tells a rank of the first attempt where to write, and until when."""
     run = RunDir(run_dir)
     run.events.mkdir(parents=True, exist_ok=True)
-    return {RUN_DIR: str(run_dir), ATTEMPT: "1", NEXT_CLAIM: str(claim_file(run, 2))}
+    own = {ATTEMPT: "1", PROTOCOL: this_rank.PROTOCOL, NEXT_CLAIM: str(claim_file(run, 2))}
+    return {RUN_DIR: str(run_dir), **own}
 
 
 @dataclass(frozen=True)

@@ -29,5 +29,5 @@ def test_each_variable_is_named_in_the_contract_alone() -> None:
 def test_the_library_of_the_ranks_has_the_names_of_the_contract() -> None:
     assert set().union(*map(names_in, RELAY)) == {
         environment.RUN_DIR, environment.ATTEMPT, environment.NEXT_CLAIM, environment.HEARTBEAT, environment.SNAPSHOTS,
-        environment.STOP_SIGNAL,
+        environment.STOP_SIGNAL, environment.PROTOCOL,
     }  # fmt: skip

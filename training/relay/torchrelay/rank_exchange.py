@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from .progress_files import progress_files
 from .stop_consensus import StepFlags, StopConsensus, StopRequested
 from .stop_signals import signals
-from .this_rank import THIS_RANK
+from .this_rank import THIS_RANK, check_version
 
 if TYPE_CHECKING:
     import torch
@@ -201,6 +201,7 @@ class Ranks:
         from torch import distributed
 
         if self._consensus is None:
+            check_version()
             if THIS_RANK.world_size > 1:
                 if not distributed.is_initialized():
                     fix = "call it after torch.distributed.init_process_group()"

@@ -8,6 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+PROTOCOL = "1"
+"""Number of the contract between this package and the node agents: the variables that they set, the heartbeat, and the
+files in the run directory and in the node's memory. They set it in TORCHRELAY_PROTOCOL. Copies of `relay` from release
+0.2 do not know the number, and follow contract 1."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ThisRank:
@@ -17,10 +22,12 @@ class ThisRank:
     local_rank: int
     world_size: int
     attempt: int
+    protocol: str | None
+    """The agents' PROTOCOL; None if no agent, or one of an earlier version, started this process."""
     run_dir: Path | None
     """Path of the run directory; None if no run of torchrelay started this process."""
     next_claim: Path | None
-    """Path of the file that exists once the next attempt has begun; None without an agent of this version."""
+    """Path of the file that exists once the next attempt has begun; None if no agent started this process."""
     heartbeat: Path | None
     checkpoints: Path | None
     """Directory of the run's checkpoints; None if no run of torchrelay started this process."""
@@ -45,6 +52,7 @@ class ThisRank:
             local_rank=local_rank,
             world_size=number("WORLD_SIZE", 1),
             attempt=number("TORCHRELAY_ATTEMPT", 0),
+            protocol=environment.get("TORCHRELAY_PROTOCOL"),
             run_dir=run_dir,
             next_claim=path("TORCHRELAY_NEXT_CLAIM"),
             heartbeat=path("TORCHRELAY_HEARTBEAT"),
@@ -66,18 +74,35 @@ def warn(text: str) -> None:
     print(f"torchrelay: rank {THIS_RANK.rank}: {text}", file=sys.stderr, flush=True)
 
 
+class OtherVersionError(RuntimeError):
+    """The agent that started this rank has another contract with this package."""
+
+
+def check_version() -> None:
+    """Check that the agent that started this rank, if any, has the same contract.
+
+    Raises OtherVersionError if it has another one, because the script has a copy of this package from another version.
+    """
+    protocol, folder = THIS_RANK.protocol, Path(__file__).parent
+    if protocol is None and THIS_RANK.attempt:
+        raise OtherVersionError(
+            f"{folder} is of a later version of torchrelay than the one that submitted this run: update torchrelay and "
+            "submit the run again"
+        )
+    if protocol not in {None, PROTOCOL}:
+        raise OtherVersionError(
+            f"{folder} is of another version of torchrelay than the one that submitted this run (protocol {PROTOCOL}, "
+            f"not {protocol}): remove it from your project, and use `from torchrelay import ...`, which works in every "
+            "rank"
+        )
+
+
 def check_no_later_attempt() -> None:
     """Check that no later attempt has begun, as can happen if Slurm failed to end this node's processes.
 
-    Raises RuntimeError if a later attempt has begun, or if that cannot be known, because the script has a copy of this
-    package from another version; or OSError if the run directory cannot be read.
+    Raises RuntimeError if a later attempt has begun, or OSError if the run directory cannot be read.
     """
     attempt, claim = THIS_RANK.attempt, THIS_RANK.next_claim
-    if claim is None and attempt:
-        raise RuntimeError(
-            f"{Path(__file__).parent} is of another version of torchrelay than the one that submitted this run: remove "
-            "it from your project, or submit the run again with that version"
-        )
     if claim is None:
         return  # no agent: the user has set TORCHRELAY_RUN_DIR to try the script
     os.close(os.open(claim.parent, os.O_RDONLY))  # without this, NFS may hide the file for up to a minute

@@ -15,7 +15,7 @@ from support.events import assert_typed
 from support.relay_script import Script, agent_variables
 from support.trainings import run_forked, slow
 
-from hpc.base.environment import NEXT_CLAIM
+from hpc.base.environment import HEARTBEAT, NEXT_CLAIM, PROTOCOL
 from hpc.run.rundir import LIBRARY
 
 pytestmark = pytest.mark.timeout(300)
@@ -136,7 +136,7 @@ def test_report_leaves_out_what_is_no_number_and_says_so_once(tmp_path: Path) ->
 
 
 REFUSED = """
-from torchrelay import report, should_stop, state
+from {library} import report, should_stop, state
 for call in (lambda: report(step=1, loss=0.5), should_stop, lambda: state().__enter__()):
     try:
         call()
@@ -150,24 +150,40 @@ for call in (lambda: report(step=1, loss=0.5), should_stop, lambda: state().__en
     [
         ("nowhere/next", "FileNotFoundError .*No such file or directory: .*nowhere", 1),
         ("of-another-name", "RuntimeError attempt 2 has begun: attempt 1 writes nothing more", 2),
-        (None, "RuntimeError .*/torchrelay is of another version of torchrelay than the one that submitted", 2),
     ],
 )
 def test_rank_that_cannot_tell_whether_the_next_attempt_has_begun_writes_nothing(
-    tmp_path: Path, claim: str | None, message: str, calls: int
+    tmp_path: Path, claim: str, message: str, calls: int
 ) -> None:
     (tmp_path / "of-another-name").touch()
-    variables = agent_variables(tmp_path)
-    del variables[NEXT_CLAIM]  # as by an agent of another version
-    if claim:
-        variables[NEXT_CLAIM] = str(tmp_path / claim)
-    done = run_forked(REFUSED, directory=tmp_path, **variables)
+    variables = {**agent_variables(tmp_path), NEXT_CLAIM: str(tmp_path / claim)}
+    done = run_forked(REFUSED.format(library="torchrelay"), directory=tmp_path, **variables)
     assert [bool(re.match(message, line)) for line in done.stdout.splitlines()] == [True] * calls, done.stderr
     assert done.stderr.count("cannot be written") == (calls == 1), "a report continues without storage"
     assert not (tmp_path / "metrics" / "train.jsonl").exists()
 
 
-def test_copied_library_works(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("library", "protocol", "advice"),
+    [
+        ("relay", "2", r"\(protocol 1, not 2\): remove it from your project, and use `from torchrelay import ...`"),
+        ("torchrelay", None, "a later version of torchrelay than the one that submitted this run: update"),
+    ],
+)
+def test_library_that_is_not_of_the_runs_version_says_so_at_each_call_and_writes_nothing(
+    tmp_path: Path, library: str, protocol: str | None, advice: str
+) -> None:
+    copy = shutil.copytree(Path(torchrelay.__file__).parent, tmp_path / "code" / library)
+    variables = {**agent_variables(tmp_path), HEARTBEAT: str(tmp_path / "heartbeat"), PROTOCOL: protocol}
+    variables = {name: value for name, value in variables.items() if value is not None}
+    done = run_forked(REFUSED.format(library=library), directory=tmp_path / "code", **variables)
+    found = [bool(re.match(f"OtherVersionError {copy} is of .*{advice}", line)) for line in done.stdout.splitlines()]
+    assert found == [True] * 3, done.stdout + done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["code", "events", "heartbeat.steps"]
+    assert not list((tmp_path / "events").iterdir())
+
+
+def test_copied_library_of_the_runs_protocol_works(tmp_path: Path) -> None:
     shutil.copytree(Path(torchrelay.__file__).parent, tmp_path / "relay")
     code = "from relay import report, state\nwith state() as saved:\n    saved.step = 3\n    report(step=3, loss=0.5)\n"
     done = run_forked(code, directory=tmp_path, **agent_variables(tmp_path))
