@@ -5,7 +5,6 @@ Runs on compute nodes.
 
 import contextlib
 import os
-import re
 import threading
 import time
 from collections import deque
@@ -20,7 +19,6 @@ import submitit
 
 from hpc.base.errors import TorchrelayError, UserError
 from hpc.base.files import TEMPORARY, json_line, write_atomic
-from hpc.base.kernel import mounted_directory
 from hpc.base.text import visible
 from hpc.run.events import ledger
 from hpc.run.events.attempts import Attempt
@@ -186,17 +184,6 @@ class NodeAttempt:
     def stage_dir(self) -> Path:
         """Directory for staged copies on this node. Raises TorchrelayError if the node does not have it."""
         return stage_dir_on_node(self.spec.stage_dir, os.environ)
-
-    @property
-    def stage_dir_is_per_job(self) -> bool:
-        """Whether the cluster has made `stage_dir` for this job, and so deletes it when the job ends.
-
-        The job's id is then in its path, or in the path of the directory that is mounted there, such as a private /tmp
-        of job_container/tmpfs or private-tmpdir.
-        """
-        paths = str(self.stage_dir.resolve()), mounted_directory(self.stage_dir)
-        job_id = re.compile(rf"(?<!\d){self.allocation.job_id}(?!\d)")
-        return self.on_slurm and any(map(job_id.search, paths))
 
     @property
     def on_slurm(self) -> bool:

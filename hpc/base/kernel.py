@@ -9,7 +9,7 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -251,19 +251,17 @@ def file_system_type(path: Path) -> str | None:
     return mounted_type(_lines("mounts"), path.expanduser().resolve())
 
 
-def mounted_directory(path: Path) -> str:
-    """Return the directory of a file system that is mounted at a path's mount point, mostly `/`; empty if unknown."""
-    found = _innermost(_lines("self/mountinfo"), 4, path.expanduser().resolve())
-    return _unescape(found.split()[3]) if found else ""
-
-
 def mounted_type(mounts: Sequence[str], path: Path) -> str | None:
     """Return the type of an absolute path's file system, from the lines of /proc/mounts; None if no mount contains it.
 
     Of several mounts at one point, the last counts. An overlay has the type of the directory to which it writes,
     because that directory is in memory on a diskless node.
     """
-    found = _innermost(mounts, 1, path)
+    found, longest = "", 0
+    for line in mounts:
+        point = Path(_unescape(line.split()[1]))
+        if path.is_relative_to(point) and len(point.parts) >= longest:
+            found, longest = line, len(point.parts)
     if not found:
         return None
     _, _, kind, options, *_ = found.split()
@@ -271,16 +269,6 @@ def mounted_type(mounts: Sequence[str], path: Path) -> str | None:
     # In a container, the upper directory may be hidden. The result is then the overlay's own type.
     below = [line for line in mounts if line != found]
     return (mounted_type(below, Path(_unescape(upper[1]))) if upper else None) or kind
-
-
-def _innermost(mounts: Iterable[str], field: int, path: Path) -> str:
-    """Return the line of the innermost mount that contains a path, or "". `field` is the mount point's column."""
-    found, longest = "", 0
-    for line in mounts:
-        point = Path(_unescape(line.split()[field]))
-        if path.is_relative_to(point) and len(point.parts) >= longest:
-            found, longest = line, len(point.parts)
-    return found
 
 
 def automounted_at(path: Path) -> Path | None:

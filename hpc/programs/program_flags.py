@@ -24,8 +24,6 @@ class ResolvedProgram:
     """The first word of the run's default name."""
     data: Path | None
     """The directory or archive that every node stages; None if the program has no data to stage."""
-    pack: int | None = None
-    """The side, in pixels, of the images that the nodes pack; None if they do not pack."""
     files: Mapping[str, Path] = field(default_factory=dict)
     """Further files that the nodes must see, by the flag that names them."""
 

@@ -234,8 +234,6 @@ class RunSpec:
     """The time for which an unused copy in `stage_dir` is kept."""
     stage_timeout: Duration = Duration(300)
     """A node is dropped if its copy makes no progress for this time."""
-    pack: int | None = None
-    """The side, in pixels, of the images that the nodes pack and then train from; None if they do not pack."""
     stage_env: str | None = None
     """The archive of the environment that every node unpacks; None if the ranks use the shared environment."""
     python: str | None = None

@@ -19,7 +19,7 @@ from typing import NamedTuple, Self
 from hpc.base.errors import TorchrelayError, UserError
 
 # Version of the archives' format. With a new number, even unchanged environments are packed again.
-_FORMAT = 2
+_FORMAT = 3
 DESCRIPTION = "torchrelay-environment.json"
 _VENV, _CONDA = "pyvenv.cfg", "conda-meta"
 # A project's directory may itself be the venv: only Python's own directories are packed.
@@ -48,9 +48,6 @@ class PythonEnvironment:
     prefix: Path
     python: str
     """Path of the interpreter, relative to `prefix`."""
-    torch: str
-    """Path of torch's `__init__.py`, relative to `prefix`."""
-    torch_version: str
 
     @cached_property
     def members(self) -> tuple[PackedFileEntry, ...]:
@@ -73,8 +70,6 @@ class EnvironmentDescription:
     """What a node needs to use its copy of a Python environment. The archive has it in the file `DESCRIPTION`."""
 
     python: str
-    torch: str
-    torch_version: str
     links: dict[str, str]
     """Targets of the symlinks that lead out of the environment, by the links' names. Unpacking refuses such links, so
     each node makes them itself."""
@@ -103,15 +98,9 @@ def this_environment() -> PythonEnvironment:
             f"--stage-env needs torch in the environment, but torch is not in {prefix}"
             f"{f' (it is {torch.parent})' if torch else ''}: install it there, or omit the flag"
         )
-    from importlib import metadata  # noqa: PLC0415  # slow to import, and rarely needed
-
     executable = Path(sys.executable)
-    return PythonEnvironment(
-        prefix=prefix,
-        python=str(executable.relative_to(prefix)) if executable.is_relative_to(prefix) else "bin/python",
-        torch=str(torch.relative_to(prefix)),
-        torch_version=metadata.version("torch"),
-    )
+    python = str(executable.relative_to(prefix)) if executable.is_relative_to(prefix) else "bin/python"
+    return PythonEnvironment(prefix=prefix, python=python)
 
 
 def _walk(prefix: Path, directory: str, names: frozenset[str] | None = None) -> Iterator[PackedFileEntry]:

@@ -149,7 +149,7 @@ def _reason(one: Measures) -> list[str]:
     if max(reduce, data) < _NOTABLE:
         return []
     if data > reduce:
-        return [f"They wait {data:.0%} of the time for data: use more --num-workers and CPUs, or --pack on."]
+        return [f"They wait {data:.0%} of the time for data: use more --num-workers and CPUs, or hpc pack."]
     helps = "more images per rank (--batch-size, --grad-accum-steps), --compress-gradients bf16, more GPUs per node"
     return [f"They wait {reduce:.0%} of the time for the all-reduce. What helps: {helps}."]
 

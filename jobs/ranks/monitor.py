@@ -19,7 +19,6 @@ from jobs.control.messages import RankHeartbeat, RankStart
 from jobs.control.rank_health import COUNTED, UNWATCHED
 from jobs.control.silent_nodes import Patience
 from jobs.node_attempt import NodeAttempt, log
-from jobs.ranks.input_check import InputCheck
 from jobs.ranks.script.step_counter import read_count
 from jobs.stop_request import StopRequest
 
@@ -234,8 +233,6 @@ class NodeMonitor:
         self.callbacks = list[Callable[[], None]]()
         """Functions that every poll calls."""
         self._patience = Patience(node)
-        self.input_check: InputCheck | None = None
-        """Explains failures of ranks; None if this node reads no staged copy."""
         self._failures: tuple[RankFailed, ...] = ()
         self.last_step = 0
         """The last step that a rank of this node has done in this attempt."""
@@ -278,7 +275,6 @@ class NodeMonitor:
         self._next = time.monotonic() + _INTERVAL_SECONDS
         self._restore_node_dir()
         failures = self.ranks.new_failures(self._channel.clock_skew_seconds)
-        failures = self.input_check.explained(failures) if self.input_check else failures
         for failure in failures:
             self._node.record_later(failure)
         self._failures = (*self._failures, *failures)[-_KEPT_FAILURES:]

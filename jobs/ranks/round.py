@@ -34,8 +34,6 @@ from jobs.ranks.torchrun import MAX_RESTARTS, PROCESS_WRAPPER, Rendezvous, Torch
 from jobs.stop_request import StopRequest
 
 _POLL_SECONDS = 0.1
-# Variables that name directories of the host, which a container does not have.
-_OF_AN_ENVIRONMENT = frozenset({"VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME"})
 # By then, the imports of the next torchrun do not delay most starts of ranks.
 _SETTLED_SECONDS = 10.0
 # Several times the memory of a torchrun that waits, and how often the available memory is compared with it.

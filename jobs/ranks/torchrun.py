@@ -47,8 +47,6 @@ _KILL_SECONDS = 40.0
 _FORK_SECONDS = 30.0
 # Nothing reads these variables during the imports.
 _LATE = frozenset({DATA, "GLOO_SOCKET_IFNAME", *NODE_LISTS})
-# What a pipe usually holds, less room for what changes until the round.
-_MAX_BYTES = 2**16 - 2**12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,8 +240,6 @@ class Standby:
     def prepare(self, argv: list[str], environment: Mapping[str, str], directory: Path) -> None:
         """Start a torchrun that waits, for a command line and an environment like these. Raises OSError."""
         self.close()
-        if len(_order(argv, environment)) > _MAX_BYTES:
-            return
         self._torchrun = Torchrun(argv, environment, directory, waits=True)
         self._start = _fixed(argv, environment)
 

@@ -1,41 +1,29 @@
-"""Stages this node's data together with the other nodes, and packs it, before the first round. Runs on compute nodes.
+"""Stages this node's data together with the other nodes, before the first round. Runs on compute nodes.
 
 The nodes coordinate through the control channel: each reports the state of its copy, and the first node publishes a
 plan that says which node reads what (jobs.staging.coordination).
-
-Packed data (`--pack`) are an ordinary entry of the cache: the next attempt checks the sizes (after a reboot, the
-checksums) and uses the entry again. An entry is deleted when it is old or the disk is full.
 """
 
-import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 
 from hpc.base.errors import TorchrelayError
-from hpc.run.events.kinds import DataStaged, Packed, Staging
+from hpc.run.events.kinds import DataStaged, Staging
 from jobs.control.channel import ControlChannel, ControlServer
 from jobs.control.messages import OVER
 from jobs.node_attempt import NodeAllocation, NodeAttempt, log
-from jobs.ranks.input_check import InputCheck
 from jobs.ranks.monitor import NodeMonitor
 from jobs.staging.coordination import Address, CacheStatus, NodeCache, StagingGroup, StagingPlan, choose_owners
-from jobs.staging.copy_progress import CancellableWait, CopyProgress, Watch
+from jobs.staging.copy_progress import CopyProgress, Watch
 from jobs.staging.stager import Staged, Stager
-from jobs.staging.store import CacheEntry, Manifest, boot_id, describe_file, open_store, write_manifest
 
 # A copy of 100 GB must not look like a hang; one of a second needs no progress events.
 _FIRST_SECONDS, _NEXT_SECONDS = 3.0, 10.0
 # A node that reports later than this after the listing gets its data from the nodes that have reported.
 _GATHER_SECONDS = 10.0
-# A packed file has a checksum for each part of this size.
-_CHUNK_BYTES = 16 * 2**20
 
 
 class NodeGroup(StagingGroup):
@@ -124,44 +112,13 @@ class NodeStaging:
             BadNodeError: the source's mount on this node hangs.
             TorchrelayError: the data can be read neither from the disk nor in place.
         """
-        spec = self.node.spec
-        if spec.data is None:
+        if self.node.spec.data is None:
             return None
-        source = Path(spec.data)
+        source = Path(self.node.spec.data)
         staged = self.stage(source)
         if staged.in_place:
             log(f"reading {source} in place: {staged.in_place}")
-        else:
-            self.monitor.input_check = InputCheck(partial(self._replace_damaged, source, staged.path))
-        if spec.pack is None:
-            return staged.path
-        if staged.in_place:
-            raise TorchrelayError(f"{staged.in_place}, so the data cannot be packed either: submit with --pack off")
-        began, watch = time.monotonic(), self.watch(source)
-        packed = pack(self.node.stage_dir, self._resources, staged.path, spec.pack, watch)
-        seconds = round(time.monotonic() - began, 3)
-        self.node.record(Packed(node=self.node.host, path=str(packed), seconds=seconds))
-        return packed
-
-    def _replace_damaged(self, source: Path, copy: Path) -> int:
-        """Read all of this node's copy, and replace it if it is damaged. Returns the number of damaged files.
-
-        Processes that read the copy meanwhile see each file either old or new. Raises TorchrelayError or OSError if the
-        copy or its source cannot be read.
-        """
-        store, size = open_store(self.node.stage_dir), self.node.spec.pack
-        version = copy.relative_to(store.root).parts[0]
-        store.entry(version).distrust()
-        with Stager(self.node.stage_dir, timeout_seconds=self.node.spec.stage_timeout.seconds) as stager:
-            damaged = stager.stage(source).repaired
-        if size is None:
-            return damaged
-        packed = store.entry(packed_name(version, size))
-        before = packed.data.stat().st_ino
-        packed.distrust()
-        with ExitStack() as in_use:
-            pack(self.node.stage_dir, in_use, copy, size, lambda _: False)
-        return damaged + (packed.data.stat().st_ino != before)
+        return staged.path
 
     def group(self, source: Path) -> NodeGroup:
         """Return the group of the attempt's nodes that stage one source."""
@@ -187,15 +144,10 @@ class NodeStaging:
         except (TorchrelayError, OSError):
             group.withdraw()
             raise
-        per_job = node.stage_dir_is_per_job and staged.in_place is None
-        fields = {
-            **asdict(staged), "path": str(staged.path), "seconds": round(staged.seconds, 3), "per_job": per_job,
-        }  # fmt: skip
+        fields = {**asdict(staged), "path": str(staged.path), "seconds": round(staged.seconds, 3)}
         node.record(DataStaged(node=node.host, source=str(source), **fields))
         if staged.fallback:
             log(f"read from shared storage instead of other nodes: {staged.fallback}")
-        if per_job:
-            log(f"{node.stage_dir} on {node.host} is deleted with this job: the next job copies {source} again")
         return staged
 
     def watch(self, source: Path) -> Watch:
@@ -221,67 +173,3 @@ class NodeStaging:
             return self.monitor.must_leave
 
         return poll
-
-
-def packed_name(version: str, size: int) -> str:
-    """Return the name of the copy with the packed images of another copy, `version`."""
-    return f"{version}-{size}px"
-
-
-def pack(stage_dir: Path, resources: ExitStack, folder: Path, size: int, watch: Watch) -> Path:
-    """Pack a staged folder unless it is packed already. Returns the directory of the packed data.
-
-    Until `resources` is closed, the packed data cannot be deleted. `folder` is the copy of the image folder; `size` is
-    the side of the packed images in pixels.
-
-    Raises:
-        StagingStopped: `watch` returned True. Images packed so far are not packed again.
-        TorchrelayError: the images cannot be packed, or the disk is full.
-    """
-    store = open_store(stage_dir)
-    # The copy's directory is named after one version of the data set.
-    version = folder.relative_to(store.root).parts[0]
-    entry = store.entry(packed_name(version, size))
-    waiting = CancellableWait(watch)
-    with entry.locked(waiting, resources) as (manifest, damaged):
-        if manifest is None or damaged:
-            images = store.entry(version).manifest()
-            shortage = store.make_room(3 * size * size * len(images.files) if images else 0, 0)
-            if shortage:
-                raise TorchrelayError(f"{shortage}: use --pack off, or --stage-dir with a larger disk")
-            _make_packed(entry, folder, size, waiting)
-    entry.mark_used()
-    return entry.data
-
-
-def _make_packed(entry: CacheEntry, folder: Path, size: int, waiting: CancellableWait) -> None:
-    (entry.path / "manifest").unlink(missing_ok=True)
-    entry.path.mkdir(mode=0o700, exist_ok=True)
-    # Write beside the damaged data, which another job may have mapped into its memory.
-    new, old = entry.path / "new", entry.path / f".{time.time_ns()}.old"
-    command = [sys.executable, "-u", "-P", "-m", "training.pack", str(folder), str(new), f"--size={size}"]
-
-    def progress() -> CopyProgress:
-        # Count the written blocks of 512 bytes: the files are sparse, so their sizes do not show the progress.
-        done = sum(512 * path.stat().st_blocks for path in entry.path.glob(".*/*.npy") if path.exists())
-        return CopyProgress(activity="packing", bytes_done=done)
-
-    # The packer has its own session, so that a terminal's Ctrl-C reaches only the agent; Slurm's signals reach both.
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True) as packer:
-        try:
-            waiting.run_in_thread(packer.wait, progress)
-        except BaseException:
-            packer.send_signal(signal.SIGTERM)
-            raise
-    if packer.returncode:
-        raise TorchrelayError(
-            f"{folder} could not be packed (exit code {packer.returncode}; see the error above in this log): "
-            "use --pack off, or a larger --stage-dir if its disk is full"
-        )
-    if entry.data.exists():
-        entry.data.rename(old)
-    new.rename(entry.data)
-    shutil.rmtree(old, ignore_errors=True)
-    names = sorted(path.name for path in entry.data.iterdir())
-    files = [describe_file(entry.data, name, _CHUNK_BYTES, waiting.stopped) for name in names]
-    write_manifest(entry.path, Manifest(source=str(folder), boot=boot_id(), files=tuple(files)))

@@ -102,18 +102,6 @@ def write_all(descriptor: int, content: memoryview, offset: int) -> None:
         content, offset = content[written:], offset + written
 
 
-def describe_file(directory: Path, name: str, chunk_bytes: int, stopped: Callable[[], bool]) -> CopiedFile:
-    """Describe a file as it is on the disk, not in the page cache. Raises StagingStopped if `stopped` returns true."""
-    checksums = list[str]()
-    with (directory / name).open("rb", buffering=0) as content:
-        os.posix_fadvise(content.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        size = os.fstat(content.fileno()).st_size
-        for _ in range(0, max(1, size), chunk_bytes):  # also one chunk for an empty file
-            stop_if(stopped())
-            checksums.append(checksum(content.read(chunk_bytes)))
-    return CopiedFile(name, size, chunk_bytes, tuple(checksums))
-
-
 # --- the disk ---
 
 
@@ -195,11 +183,6 @@ class CacheEntry:
         except (OSError, ValueError, TypeError):
             return None
 
-    def distrust(self) -> None:
-        """Have the next `find_damaged` read all files."""
-        if manifest := self.manifest():
-            write_manifest(self.path, replace(manifest, boot=""))
-
     def find_damaged(self, manifest: Manifest, stopped: Callable[[], bool]) -> list[str]:
         """Return the names of files that differ from the manifest. Creates directories that are missing.
 
@@ -226,8 +209,15 @@ class CacheEntry:
         return status.st_size != file.size or status.st_ctime_ns >= written_ns
 
     def _differs(self, file: CopiedFile, stopped: Callable[[], bool]) -> bool:
+        """Return whether a file has other bytes, on the disk, not in the page cache."""
         try:
-            return describe_file(self.data, file.name, file.chunk_bytes, stopped) != file
+            with (self.data / file.name).open("rb", buffering=0) as content:
+                os.posix_fadvise(content.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                for expected in file.checksums:
+                    stop_if(stopped())
+                    if checksum(content.read(file.chunk_bytes)) != expected:
+                        return True
+                return os.fstat(content.fileno()).st_size != file.size
         except OSError:
             return True  # the file is missing, or the disk has a read error
 
@@ -240,7 +230,7 @@ class CacheEntry:
 
     @contextmanager
     def locked(
-        self, waiting: CancellableWait, in_use: ExitStack, wait_for_maker: Callable[[], None] | None = None
+        self, waiting: CancellableWait, in_use: ExitStack, wait_for_maker: Callable[[], None]
     ) -> Iterator[tuple[Manifest | None, list[str]]]:
         """Hold both locks: against deletion until `in_use` is closed, against other makers of the copy in the block.
 
@@ -257,7 +247,7 @@ class CacheEntry:
                     heartbeat, seen_at = newest, time.monotonic()
                 if time.monotonic() - seen_at > _STALLED_SECONDS:
                     raise StalledError
-                (wait_for_maker or waiting.wait)()
+                wait_for_maker()
             self.send_heartbeat()
             waiting.heartbeat = self.send_heartbeat
             self.lock_for_use(waiting, in_use)
@@ -335,7 +325,7 @@ class CacheStore:
         return CacheEntry(store=self, name=name)
 
     def entries(self) -> list[CacheEntry]:
-        """Return the existing copies, also those that are being packed, least recently used first."""
+        """Return the existing copies, least recently used first."""
         names = [path.name for path in self.root.iterdir() if path.name != "locks" and not path.name.startswith(".")]
         used = [(entry.used_at, entry) for entry in map(self.entry, names)]
         return [entry for used_at, entry in sorted(used, key=lambda pair: pair[0]) if used_at]

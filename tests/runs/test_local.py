@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from PIL import Image
 from support.attacks import attack
 from support.cluster import ENDLESS, Run, Site, add_script, commands, refused, tiny_data
 from support.events import records_in
@@ -19,8 +18,6 @@ from support.events import records_in
 from hpc.run.events.kinds import Cancelled
 from hpc.run.events.ledger import EventWriter
 from hpc.run.rundir import RunDir
-from jobs.staging.store import open_store
-from training.config.packed_index import read_index
 
 pytestmark = pytest.mark.timeout(400)
 LOCAL = "--cluster=local"
@@ -197,31 +194,3 @@ def test_other_users_do_not_learn_the_secret_of_a_run_nor_disturb_it(site: Site)
     run.assert_no_gap()
     assert len(run.attempts_logged()) == 1
     assert not run.events("interruption")
-
-
-@pytest.mark.slow
-def test_images_are_packed_on_the_node_once(site: Site) -> None:
-    for number in range(24):
-        directory = site.path / "photos" / f"class-{number % 2}"
-        directory.mkdir(parents=True, exist_ok=True)
-        Image.effect_noise((48, 40), 60).save(directory / f"{number}.jpg")
-    (site.path / "disk").mkdir()
-    flags = ("--nodes=1", "--gpus-per-node=1", "--batch-size=8", "--image-size=28", "--stage-dir=disk")
-    packed = []
-    for name in ("first", "second"):
-        done = site.hpc(
-            "submit", LOCAL, "--data=photos", "--pack=auto", "--epochs=3", f"--name={name}", *flags, "--wait"
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        [event] = [e for e in records_in(site.path / "runs" / name / "events") if e["event"] == "packed"]
-        packed.append(event)
-    assert packed[0]["path"] == packed[1]["path"]
-    index = read_index(Path(packed[0]["path"]))
-    assert (index.size, sum(part.images for part in index.parts)) == (32, 24)
-    copies = [entry.manifest() for entry in open_store(site.path / "disk").entries()]
-    files = sorted(len(manifest.files) for manifest in copies if manifest)
-    assert files == [3 + 1, 24], "the photographs, and what they were packed into"
-    few = site.hpc("submit", LOCAL, "--data=photos", "--pack=auto", "--epochs=2", "--dry-run", *flags)
-    assert few.returncode == 0, few.stderr
-    other = site.hpc("submit", LOCAL, "--data=data", "--pack=on", "--dry-run", *flags)
-    assert (other.returncode, "is not an image folder" in other.stderr) == (2, True)

@@ -49,7 +49,7 @@ def set_version(venv: Path, version: str) -> None:
 
 def described(venv: Path, python: str = "bin/python") -> PythonEnvironment:
     """The environment as `hpc` would find it if it ran there."""
-    return PythonEnvironment(prefix=venv, python=python, torch=f"{SITE}/torch/__init__.py", torch_version="9.9")
+    return PythonEnvironment(prefix=venv, python=python)
 
 
 def pack(venv: Path, runs_dir: Path) -> Path:

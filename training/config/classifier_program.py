@@ -6,7 +6,7 @@ Runs on the login node; does not import torch.
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 from hpc.base import program as command_line
 from hpc.base.errors import UserError, need_classifier
@@ -43,11 +43,6 @@ _DATA_WORD = "--data={data}"
 
 @dataclass(frozen=True, kw_only=True)
 class _OfSubmission:
-    pack: Literal["off", "on", "auto"] = "off"
-    """Decode an image folder once on every node and train from the pixels (docs/how-to/pack-images.md).
-    Random crops are then taken from the centre square of each image. auto: pack if the run has enough epochs."""
-    pack_size: int | None = None
-    """Side in pixels of the images that --pack writes. Default: 8/7 of the model's image size, such as 256 for 224."""
     recipe: RecipeName = None
 
 
@@ -76,8 +71,7 @@ class ClassifierFlags(_OfSubmission, ProgramFlags):
         own = [word for word in spec.program.argv[2:] if word not in {*_RANK_WORDS, _DATA_WORD}]
         flags = command_line.read((RankOptions,), [word.replace(BRACE, "{") for word in own], "training")
         data = {} if spec.data is None else {"data": spec.data}
-        packed = {} if spec.pack is None else {"pack": "on", "pack-size": spec.pack}
-        return command_line.build(cls, {**flags, **data, **packed})
+        return command_line.build(cls, {**flags, **data})
 
     @classmethod
     def preset(cls, settings: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -110,13 +104,11 @@ class ClassifierFlags(_OfSubmission, ProgramFlags):
         # The nodes may have another cache of weights than this machine, so they get a path.
         weights = resolve_weights(train.model, train.weights) if train.weights else None
         train = replace(train, data=str(data or ""), weights=str(weights) if weights else train.weights)
-        pack = data_checks.pack_size(self.pack, self.pack_size, train)
         data_checks.check_data_on_device(train)
         return ResolvedProgram(
             program=replace(self, train=train).as_program(),
             name=train.model,
             data=data,
-            pack=pack,
             files={} if weights is None else {"--weights": weights},
         )
 

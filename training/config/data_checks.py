@@ -3,11 +3,9 @@
 Each check raises UserError with the flag, its value, and what to type.
 """
 
-import math
 import posixpath
 import tempfile
 from collections.abc import Sequence
-from fractions import Fraction
 from pathlib import Path, PurePosixPath
 
 from hpc.base.errors import TorchrelayError, UserError
@@ -15,12 +13,9 @@ from hpc.sources import archive
 from hpc.sources.source_files import inside_name, is_archive
 from training.config.dataset_layout import check_classes, check_data, is_image, resolve_data
 from training.config.packed_index import INDEX
-from training.config.rules import check_validation, parse_crop_pct
+from training.config.rules import check_validation
 from training.config.train_config import TrainConfig
 
-# Packing costs about as much as an epoch: it pays from the third epoch on.
-_MIN_EPOCHS_TO_PACK = 3
-_DEFAULT_IMAGE_SIZE = 224
 # Files of an archive, other than images, whose names are checked: IDX and CIFAR data sets have fewer.
 _MOST_OTHER_FILES = 1000
 
@@ -93,22 +88,3 @@ def check_data_on_device(train: TrainConfig) -> None:
         raise UserError(
             f"--data-on-device is on, but the images of {data} are cropped on the CPU: use auto, or leave it out"
         )
-
-
-def pack_size(asked: str, size: int | None, train: TrainConfig) -> int | None:
-    """Return the side of packed images in pixels, or None without packing. `asked` is --pack, and `size` --pack-size.
-
-    The size is chosen at submission, because all nodes and attempts of a run must train from the same pixels.
-    """
-    data = Path(train.data)
-    if asked == "off" or train.synthetic:
-        return None
-    kind = None if is_archive(data) else check_data(data).kind
-    if asked == "auto" and (kind != "image-folder" or train.epochs < _MIN_EPOCHS_TO_PACK):
-        return None
-    if kind not in {None, "image-folder"}:
-        raise UserError(f"--pack is on, but {data} is not an image folder and needs no packing: leave it out")
-    trained = train.image_size or _DEFAULT_IMAGE_SIZE
-    evaluated = train.eval_image_size or trained
-    shorter_side = max(max(trained, evaluated) * Fraction(8, 7), evaluated / parse_crop_pct(train.eval_crop_pct))
-    return size or math.ceil(shorter_side / 8) * 8

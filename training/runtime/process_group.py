@@ -18,7 +18,6 @@ from torchrelay.saving.tensor_files import dtype_named
 
 from hpc.base.errors import UserError
 from hpc.base.kernel import resident_memory_bytes
-from training.runtime.cpu_affinity import bind_to_cores
 from training.runtime.rank_device import device_of_the_node, find_device
 from training.runtime.run_context import RankInfo
 
@@ -131,8 +130,7 @@ def connect(rank_info: RankInfo, *, watched: bool = False) -> ProcessGroup:
     gpu = device if device.type == "cuda" else None
     if gpu:
         torch.cuda.set_device(gpu)
-    # Bind before gloo and NCCL start their threads.
-    cores = bind_to_cores(device, rank_info).per_rank
+    cores = len(os.sched_getaffinity(0)) // rank_info.local_world_size
     distributed.init_process_group(
         "nccl" if gpu else "gloo",
         store=store, rank=rank_info.rank, world_size=rank_info.world_size, timeout=timeout, device_id=gpu,

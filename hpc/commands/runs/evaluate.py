@@ -156,9 +156,8 @@ def evaluate(options: EvaluateOptions) -> NewRun:
     train = _settings(options, subject)
     if not is_archive(Path(train.data)):
         choose_split(task, check_data(resolve_data(train.data)), train.val_split)
-    pack = subject.spec.pack if subject.spec and not task.other_data else None
-    flags = ClassifierFlags(train=train, pack="off" if pack is None else "on", pack_size=pack)
-    submission = replace(options, name=options.name or _free_name(options, subject), program=flags)
+    name = options.name or _free_name(options, subject)
+    submission = replace(options, name=name, program=ClassifierFlags(train=train))
     if subject.spec:
         find_model(RunDir(subject.path), options.checkpoint)  # before the run directory is made, also in a dry run
     return start_run(submission, partial(_give_model, subject, task))

@@ -195,8 +195,6 @@ class DataStaged(Event, frozen=True, kw_only=True, tag="staged"):
     node: str
     source: str
     path: str | None = None
-    per_job: bool = False
-    """Whether the cluster deletes the copy with the job."""
     reused: bool = False
     in_place: str | None = None
     seconds: Number = 0.0
@@ -206,14 +204,6 @@ class DataStaged(Event, frozen=True, kw_only=True, tag="staged"):
     repaired: Int = 0
     in_memory: bool = False
     shared: str | None = None
-
-
-class Packed(Event, frozen=True, kw_only=True):
-    """An agent has packed the data set, for --pack."""
-
-    node: str
-    path: str
-    seconds: Number
 
 
 class EnvironmentStaged(Event, frozen=True, kw_only=True, tag="environment"):

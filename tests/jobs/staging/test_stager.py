@@ -95,7 +95,8 @@ def test_process_that_stalls_with_the_copy_is_not_waited_for(
     """Also if its last heartbeat is in the future: the clock was set back."""
     monkeypatch.setattr("jobs.staging.store._STALLED_SECONDS", 0.2)
     entry = store.entry(stage(source, local).path.parent.name)
-    with ExitStack() as in_use, entry.locked(CancellableWait(lambda _: False), in_use):
+    waiting = CancellableWait(lambda _: False)
+    with ExitStack() as in_use, entry.locked(waiting, in_use, waiting.wait):
         os.utime(store.locks / f"{entry.name}.copy", (heartbeat, heartbeat))
         staged = stage(source, local)
     assert staged.path == source

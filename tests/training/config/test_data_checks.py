@@ -5,15 +5,8 @@ import pytest
 from support.trainings import make_folder, make_idx
 
 from hpc.base.errors import UserError
-from training.config.data_checks import class_warnings, pack_size
+from training.config.data_checks import class_warnings
 from training.config.train_config import TrainConfig
-
-
-@pytest.fixture
-def photos(tmp_path: Path) -> Path:
-    (tmp_path / "red").mkdir()
-    (tmp_path / "red" / "1.jpg").touch()
-    return tmp_path
 
 
 def warnings_of(data: Path) -> list[str]:
@@ -46,15 +39,3 @@ def test_classes_of_an_archive_are_checked_by_its_names(tmp_path: Path, kind: st
     notes = archived("notes")
     with pytest.raises(UserError, match=f"--data is {notes}, but there are no images in class .* below {notes}: give"):
         warnings_of(notes)
-
-
-def test_images_are_packed_as_large_as_training_or_evaluation_needs_them(photos: Path) -> None:
-    sizes = (
-        {"image_size": 176},
-        {"image_size": 176, "eval_image_size": 224},
-        {"image_size": 224, "eval_image_size": 176},
-        {"image_size": 176, "eval_image_size": 224, "eval_crop_pct": "224/232"},
-        {"image_size": 176, "eval_image_size": 224, "eval_crop_pct": "0.5"},
-    )
-    packed = [pack_size("on", None, TrainConfig(data=str(photos), **each)) for each in sizes]
-    assert packed == [208, 256, 256, 256, 448]
