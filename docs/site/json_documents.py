@@ -188,7 +188,6 @@ class Scaling(TypedDict):
     directory: str
     mode: Mode
     minutes: float
-    conclusions: list[str]
     sizes: list[ScalingSize]
 
 
