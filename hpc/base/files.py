@@ -163,12 +163,8 @@ def new_directory(path: Path) -> Iterator[Path]:
         FileExistsError: `path` exists when the block ends.
     """
     temporary = _temporary_name(path)
-    while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Another process may have made the parent, failed, and removed it.
-        with contextlib.suppress(FileNotFoundError):
-            temporary.mkdir(mode=0o700)
-            break
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary.mkdir(mode=0o700)
     try:
         yield temporary
         _rename_exclusively(temporary, path)

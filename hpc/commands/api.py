@@ -190,7 +190,7 @@ def submit(request: TrainingRun | ScriptRun) -> Run:
     """Check a run, make its directory and queue it, as `hpc submit` does.
 
     Raises:
-        UserError: a flag is wrong, or Slurm refuses the job; nothing is left behind.
+        UserError: a flag is wrong, or Slurm refuses the job; no run is left behind.
         TorchrelayError: Slurm does not answer.
     """
     flags, script = dict(request.given), tuple[str, ...]()
