@@ -1,8 +1,6 @@
 """Lists the kinds of programs that a run can have, and turns a run's spec back into flags. Runs on the login node."""
 
 from collections.abc import Sequence
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from hpc.base import program
@@ -20,7 +18,6 @@ __all__ = [
     "EvaluationTask",
     "ScriptRequest",
     "adaptable_settings_of",
-    "is_ours",
     "kind_for",
     "others",
     "program_of_run",
@@ -35,15 +32,6 @@ KINDS: tuple[type[ProgramFlags], ...] = (ScriptFlags, ClassifierFlags)
 def kind_for(script: Sequence[str]) -> type[ProgramFlags]:
     """Return the kind of program that a command line with these words after `--` submits."""
     return ScriptFlags if script else DEFAULT
-
-
-def is_ours(module: str) -> bool:
-    """Return whether Python would find our module of this name, and not one in the current directory."""
-    near = [path for path in (Path(module), Path(f"{module}.py")) if path.exists()]
-    package = find_spec(module)
-    return package is not None and all(
-        str(path.resolve()) in (package.submodule_search_locations or ()) for path in near
-    )
 
 
 def others(kind: type[ProgramFlags]) -> tuple[type[ProgramFlags], ...]:
