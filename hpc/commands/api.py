@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Self
 from hpc.base.errors import TorchrelayError, UserError
 from hpc.commands import cli
 from hpc.commands.runs import fork
-from hpc.programs.program_kinds import ClassifierRequest, ScriptRequest
+from hpc.programs.program_kinds import ClassifierRequest
+from hpc.programs.script_flags import ScriptRequest
 from hpc.run.rundir import RunDir
 from hpc.run.spec import Network, Notification, Recovery, Resources
 from hpc.slurm import client as slurm

@@ -6,23 +6,12 @@ from typing import Any
 from hpc.base import program
 from hpc.base.errors import UserError
 from hpc.programs.program_flags import ProgramFlags
-from hpc.programs.script_flags import ScriptFlags, ScriptRequest
+from hpc.programs.script_flags import ScriptFlags
 from hpc.run.spec import RunSpec
 from training.config.classifier_program import ClassifierFlags, ClassifierRequest
 from training.config.evaluation_task import EvaluationTask
 
-__all__ = [
-    "DEFAULT",
-    "KINDS",
-    "ClassifierRequest",
-    "EvaluationTask",
-    "ScriptRequest",
-    "adaptable_settings_of",
-    "kind_for",
-    "others",
-    "program_of_run",
-    "settings_of",
-]
+__all__ = ["ClassifierRequest", "EvaluationTask"]  # for the modules that may not import the classifier's
 
 DEFAULT = ClassifierFlags
 """The kind of program that `hpc submit` runs without `-- script.py`."""
