@@ -13,8 +13,7 @@ from pathlib import Path
 
 from hpc.base.errors import UserError
 from hpc.base.files import UNSUPPORTED, fsync_directory, nearest_existing
-from hpc.base.kernel import automounted_at, file_system_type
-from hpc.run.events.ledger import attempt_prefix
+from hpc.base.kernel import file_system_type
 from hpc.run.ownership import who_may_rename
 from hpc.run.spec import Cluster, RunSpec
 
@@ -57,11 +56,6 @@ def missing_features(directory: Path) -> list[Feature]:
         if not fsync_directory(probe):
             missing.append(Feature.DIRECTORY_FSYNC)
     return missing
-
-
-def has_been_seen_by_nodes(runs_dir: Path) -> bool:
-    """Return whether a run in this directory has started. If so, the nodes see the directory under this path."""
-    return any(runs_dir.glob(f"*/events/{attempt_prefix(1)}*"))
 
 
 def check_setup(lines: Sequence[str], cluster: Cluster) -> None:
@@ -122,7 +116,7 @@ def check_runs_dir(runs_dir: Path, *, on_cluster: bool) -> None:
         )
 
 
-def runs_dir_warnings(runs_dir: Path, *, on_cluster: bool) -> list[str]:
+def runs_dir_warnings(runs_dir: Path) -> list[str]:
     """Return warnings about the runs directory that do not prevent a submission.
 
     Raises:
@@ -134,12 +128,6 @@ def runs_dir_warnings(runs_dir: Path, *, on_cluster: bool) -> list[str]:
     warnings = [f"{where} {feature}: {LOST[feature]}; use a directory on other storage" for feature in missing]
     if Feature.HARD_LINKS in missing:
         raise UserError(warnings[0])
-    point = automounted_at(real)
-    if on_cluster and point is not None and not has_been_seen_by_nodes(real):
-        warnings.append(
-            f"--runs-dir {real} is below {point}, where this machine mounts on demand (autofs): unless the nodes do "
-            f"the same, no run starts; check with hpc doctor --nodes 1 --runs-dir {real}, or use another path to it"
-        )
     return warnings
 
 

@@ -97,8 +97,6 @@ class LoginNode:
     """Python of this environment."""
     runs_lack: tuple[Feature, ...] = ()
     """Features that the file system of the runs directory lacks. Also empty if the features cannot be tested."""
-    automounted: str | None = None
-    """Directory below which autofs mounts the runs directory on demand. None if autofs does not mount it."""
     nodes_see_runs: bool = False
     """Whether a run has started in the runs directory, or all inspected compute nodes see the directory."""
     bad_nodes: tuple[str, ...] = ()
@@ -117,12 +115,6 @@ def _runs_dir(login: LoginNode) -> Finding | None:
         lost = "; ".join(LOST[feature] for feature in login.runs_lack)
         return verdict(
             f"{value}, which has no {' and no '.join(login.runs_lack)}", lost, "use --runs-dir on other storage"
-        )
-    if login.automounted is not None and not login.nodes_see_runs:
-        return note(
-            f"{value}, below {login.automounted}, where this machine mounts on demand (autofs)",
-            "unless the nodes do the same, no run can start",
-            "check with hpc doctor --nodes 1; or use --runs-dir with another path to it",
         )
     if login.nodes_see_runs or login.runs_type not in _LOCAL_DISK:
         return ok(value)

@@ -15,7 +15,7 @@ from hpc.base import node_info, program
 from hpc.base.errors import TorchrelayError, UserError
 from hpc.base.files import DEV_SHM
 from hpc.base.flags import POSITIONAL
-from hpc.base.kernel import automounted_at, file_system_type
+from hpc.base.kernel import file_system_type
 from hpc.base.node_info import NodeInfo
 from hpc.base.text import visible
 from hpc.cluster.doctor.findings import OF_LOGIN, Finding, LoginNode, Severity, costs, judge, merge, note, text_of
@@ -24,12 +24,13 @@ from hpc.cluster.doctor.node_job import NodeOptions, probe_nodes
 from hpc.cluster.doctor.slurm_findings import OF_SLURM, ClusterFacts
 from hpc.commands import cli
 from hpc.run.events.history import History
+from hpc.run.events.ledger import attempt_prefix
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.slurm import bad_nodes, cluster_config
 from hpc.slurm import client as slurm
 from hpc.status.printing import console_for
-from hpc.submissions.checks import Feature, has_been_seen_by_nodes, missing_features
+from hpc.submissions.checks import Feature, missing_features
 from hpc.submissions.options import with_defaults
 from hpc.submissions.sbatch.sbatch_advice import explain
 from hpc.submissions.user_python import user_environment
@@ -133,15 +134,14 @@ def inspect_login(options: DoctorOptions, nodes: Sequence[NodeInfo] = ()) -> Log
     lacks = list[Feature]()
     with suppress(OSError):  # the storage is full, or the user may not write to it
         lacks = missing_features(real)
-    point = automounted_at(real)
+    has_started = any(real.glob(f"*/events/{attempt_prefix(1)}*"))
     return LoginNode(
         runs_dir=str(real),
         runs_type=file_system_type(options.runs_dir),
         torch=user_environment.torch_build(python),
         python=str(python or sys.executable),
         runs_lack=tuple(lacks),
-        automounted=str(point) if point else None,
-        nodes_see_runs=has_been_seen_by_nodes(real) or (bool(nodes) and all(node.sees_runs for node in nodes)),
+        nodes_see_runs=has_started or (bool(nodes) and all(node.sees_runs for node in nodes)),
         bad_nodes=tuple(map(str, bad_nodes.known(real))),
     )
 

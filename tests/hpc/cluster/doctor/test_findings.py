@@ -166,7 +166,6 @@ LOGIN = LoginNode(runs_dir="/home/me/runs", runs_type="nfs4", torch=CUDA)
         ("runs directory", {"runs_type": "tmpfs"}, "cost"),
         ("runs directory", {"runs_lack": (Feature.HARD_LINKS, Feature.DIRECTORY_FSYNC)}, "cost"),
         ("runs directory", {"runs_lack": (Feature.DIRECTORY_FSYNC,)}, "note"),
-        ("runs directory", {"automounted": "/net"}, "note"),
         ("torch", {}, "ok"),
         ("torch", {"torch": None}, "note"),
         ("torch", {"torch": TorchBuild(version="2.15.0+cpu", accelerator=None)}, "cost"),
