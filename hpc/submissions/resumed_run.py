@@ -22,7 +22,7 @@ from hpc.base.errors import TorchrelayError, UserError
 from hpc.base.files import remove_directory, write_atomic
 from hpc.base.flags import INTERNAL
 from hpc.base.program import plain
-from hpc.base.text import few, visible
+from hpc.base.text import visible
 from hpc.commands import cli
 from hpc.programs.program_flags import Begun
 from hpc.programs.program_kinds import adaptable_settings_of, program_of_run, settings_of
@@ -42,7 +42,7 @@ from hpc.submissions import checks
 from hpc.submissions.new_run import preemption_grace
 from hpc.submissions.options import JobFlags
 from hpc.submissions.resources import complete
-from hpc.submissions.user_code.code_copy import damaged_packages
+from hpc.submissions.user_code.code_copy import has_damaged_packages
 from hpc.submissions.user_code.renewed_code import prepare_code, replace_code, restore_code
 
 # The longest wait for the end of a cancelled job. Most jobs save and end sooner.
@@ -111,9 +111,9 @@ def resume_run(options: ResumeOptions) -> tuple[RunDir, dict[str, Any]]:
             f"--new-code: run {run.name} runs {program_of(before.script)} in place, and so always the present code: "
             "leave it out"
         )
-    if not options.new_code and (damaged := damaged_packages(run)):
+    if not options.new_code and has_damaged_packages(run):
         typed = "hpc submit for a new run" if before.in_place else f"hpc resume {shlex.quote(options.run)} --new-code"
-        raise UserError(f"{run.packages} is damaged ({few(damaged)}), so the run cannot start: type {typed}")
+        raise UserError(f"{run.packages} is damaged, so the run cannot start: type {typed}")
     after = _adjusted(run, before, options, history)
     _check_has_ended(run, before, history, shlex.quote(options.run))
     job_id = _continue(run, before, after, history, new_code=options.new_code)
