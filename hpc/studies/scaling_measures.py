@@ -41,12 +41,6 @@ class Measures:
     """The share of the time in which a rank waits for data."""
     allreduce_wait_share: float | None = None
     """The share of the time in which rank 0 has computed its gradients and waits for the all-reduce."""
-    gpu_hours: float | None = None
-    images: int | None = None
-    """The images trained so far."""
-    val_loss: float | None = None
-    """The best validation loss."""
-    test_accuracy: float | None = None
 
 
 def measure(size: str, ranks: int, run: RunDir, summary: Summary, *, is_weak: bool) -> Measures:
@@ -58,7 +52,6 @@ def measure(size: str, ranks: int, run: RunDir, summary: Summary, *, is_weak: bo
     steady = [line for before, line in pairwise(lines) if before.get("attempt") == line.get("attempt")]
     images = median(speeds) if (speeds := _column(steady, "images_per_second")) else None
     pace = None if images else _pace(lines) or _counted_pace(run)
-    losses = _column([line for line in read_json_lines(run.eval_metrics) if line.get("split") == "val"], "loss")
     return Measures(
         size=size,
         ranks=ranks,
@@ -70,10 +63,6 @@ def measure(size: str, ranks: int, run: RunDir, summary: Summary, *, is_weak: bo
         speed=images or (pace * (ranks if is_weak else 1) if pace else None),
         data_wait_share=_mean(steady, "data_wait_share"),
         allreduce_wait_share=_mean(steady, "allreduce_wait_share"),
-        gpu_hours=summary.gpu_hours.allocated if summary.gpu_hours else None,
-        images=round(summary.step * batch_size) if summary.step and batch_size else None,
-        val_loss=min(losses, default=None),
-        test_accuracy=summary.test_accuracy,
     )
 
 

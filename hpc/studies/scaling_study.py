@@ -32,10 +32,6 @@ _ROWS: dict[str, Callable[[Measures], str]] = {
     "scaling efficiency": lambda one: _shown(one.efficiency, ".0%"),
     "waiting for all-reduce": lambda one: _shown(one.allreduce_wait_share, ".1%"),
     "waiting for data": lambda one: _shown(one.data_wait_share, ".1%"),
-    "GPU-hours": lambda one: _shown(one.gpu_hours, ".3g"),
-    "images trained": lambda one: _shown(one.images, ",d"),
-    "best validation loss": lambda one: _shown(one.val_loss, ".4f"),
-    "top-1": lambda one: _shown(one.test_accuracy, ".2%"),
 }
 
 
