@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
@@ -14,7 +14,6 @@ from rich.table import Table
 from hpc.base import node_info, program
 from hpc.base.errors import TorchrelayError, UserError
 from hpc.base.files import DEV_SHM
-from hpc.base.flags import POSITIONAL
 from hpc.base.kernel import file_system_type
 from hpc.base.node_info import NodeInfo
 from hpc.base.text import visible
@@ -49,16 +48,14 @@ _COLUMNS = {
 class DoctorOptions(NodeOptions):
     """Find settings of this cluster that cost runs work or time, and print how to change them.
 
-    With --nodes N, measure N nodes in a short job, too, and name the slow ones. Exit code 1: something costs runs.
+    The times of saves are those of your newest run that has saved a checkpoint. With --nodes N, measure N nodes in a
+    short job, too, and name the slow ones. Exit code 1: something costs runs.
     """
-
-    run: Annotated[str | None, POSITIONAL] = None
-    """Run whose measured save times are used. Default: the newest run that has saved a checkpoint."""
 
 
 def doctor(options: DoctorOptions) -> int:
     """Gather facts, judge them, and print the findings. Returns 1 if a finding has the severity `cost`."""
-    found = examine(options, find_run(options))
+    found = examine(options, newest_with_a_save(options.runs_dir))
     if options.json:
         cli.print_json([asdict(written) for finding in found for written in merge([finding])])
     else:
@@ -68,11 +65,9 @@ def doctor(options: DoctorOptions) -> int:
     return int(any(finding.severity is Severity.COST for finding in found))
 
 
-def find_run(options: DoctorOptions) -> RunDir | None:
-    """Return the named run, or else the newest run that has saved a checkpoint. None: no run has saved one."""
-    if options.run is not None:
-        return cli.find_run(options.run, options.runs_dir)
-    runs = reversed(cli.all_runs(options.runs_dir))
+def newest_with_a_save(runs_dir: Path) -> RunDir | None:
+    """Return the newest run that has saved a checkpoint; None if there is none."""
+    runs = reversed(cli.all_runs(runs_dir))
     return next((run for run in runs if History.load(run).save_seconds is not None), None)
 
 
