@@ -46,21 +46,16 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def fsync_directory(path: Path) -> bool:
-    """Flush a directory to disk. Only then are renames in it durable.
-
-    Returns False if the file system does not support this; `hpc submit` warns about such a file system.
-    """
+def fsync_directory(path: Path) -> None:
+    """Flush a directory to disk, if its file system can do that. Only then are renames in it durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     except OSError as error:
         if error.errno not in UNSUPPORTED:
             raise
-        return False
     finally:
         os.close(descriptor)
-    return True
 
 
 def fsync_file(path: Path) -> None:

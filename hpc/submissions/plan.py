@@ -132,9 +132,9 @@ def warn(options: SubmitOptions, spec: RunSpec, code: UserCode) -> None:
     """Print warnings about flags, the code and the data on stderr.
 
     Raises:
-        UserError: the file system of --runs-dir has no hard links, or classes of the data do not fit together.
+        UserError: classes of the data do not fit together.
     """
-    warnings = checks.runs_dir_warnings(options.runs_dir)
+    warnings = list[str]()
     if spec.cluster == "local":
         warnings += [f"{flag} has no effect: --cluster local has no Slurm" for flag in slurm_only(options.resources)]
     warnings += warnings_of_code(code, on_cluster=spec.cluster == "slurm")

@@ -29,7 +29,7 @@ from hpc.run.spec import RunSpec
 from hpc.slurm import bad_nodes, cluster_config
 from hpc.slurm import client as slurm
 from hpc.status.printing import console_for
-from hpc.submissions.checks import Feature, missing_features
+from hpc.submissions.checks import lacks_hard_links
 from hpc.submissions.options import with_defaults
 from hpc.submissions.sbatch.sbatch_advice import explain
 from hpc.submissions.user_python import user_environment
@@ -126,16 +126,16 @@ def inspect_login(options: DoctorOptions, nodes: Sequence[NodeInfo] = ()) -> Log
     real = options.runs_dir.expanduser().resolve()
     found = user_environment.find_python()
     python = options.python or (found.path if found else None)
-    lacks = list[Feature]()
+    without_links = False
     with suppress(OSError):  # the storage is full, or the user may not write to it
-        lacks = missing_features(real)
+        without_links = lacks_hard_links(real)
     has_started = any(real.glob(f"*/events/{attempt_prefix(1)}*"))
     return LoginNode(
         runs_dir=str(real),
         runs_type=file_system_type(options.runs_dir),
         torch=user_environment.torch_build(python),
         python=str(python or sys.executable),
-        runs_lack=tuple(lacks),
+        lacks_hard_links=without_links,
         nodes_see_runs=has_started or (bool(nodes) and all(node.sees_runs for node in nodes)),
         bad_nodes=tuple(map(str, bad_nodes.known(real))),
     )
