@@ -48,8 +48,3 @@ def settings_of(spec: RunSpec) -> dict[str, Any]:
         "device": "cpu" if spec.device == "cpu" else "auto", "stage-env": bool(spec.stage_env),
         "python": spec.python, "container": spec.container,
     }  # fmt: skip
-
-
-def adaptable_settings_of(spec: RunSpec) -> dict[str, Any]:
-    """Like `settings_of`, but a time limit that submit chose is None, because another partition has another default."""
-    return settings_of(spec) | ({"time": None} if spec.has_default_time else {})

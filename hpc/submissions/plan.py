@@ -60,7 +60,7 @@ def plan(options: SubmitOptions) -> tuple[RunDir, RunSpec]:
     if os.path.lexists(run.path):
         raise UserError(f"run {name!r} exists already in {options.runs_dir}: choose another --name")
     spec = RunSpec(
-        name=run.name, cluster=cluster, resources=resources, has_default_time=options.resources.time is None,
+        name=run.name, cluster=cluster, resources=resources,
         data=str(resolved.data) if resolved.data else None, program=resolved.program, pack=resolved.pack,
         stage_dir=check_stage_dir(str(options.stage_dir)),
         stage_keep=options.stage_keep, stage_timeout=options.stage_timeout, recovery=options.recovery,

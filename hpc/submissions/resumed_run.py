@@ -25,7 +25,7 @@ from hpc.base.program import plain
 from hpc.base.text import visible
 from hpc.commands import cli
 from hpc.programs.program_flags import Begun
-from hpc.programs.program_kinds import adaptable_settings_of, program_of_run, settings_of
+from hpc.programs.program_kinds import program_of_run, settings_of
 from hpc.run.causes import Cause
 from hpc.run.events.history import History
 from hpc.run.events.kinds import Cancelled, CheckpointSaved, Resubmitted, Resumed, SnapshotSaved, TrainCompleted
@@ -75,7 +75,7 @@ def options_of(given: Mapping[str, Any]) -> ResumeOptions:
     run = cli.find_own_run(name, runs_dir)
     spec = RunSpec.load(run)
     adjustable = program.default_values(ResumeOptions)
-    own = {name: value for name, value in adaptable_settings_of(spec).items() if name in adjustable}
+    own = {name: value for name, value in settings_of(spec).items() if name in adjustable}
     typed = {name: value for name, value in given.items() if name in adjustable}
     changes = {name: value for name, value in given.items() if name not in adjustable}
     return dataclasses.replace(program.build(ResumeOptions, {**own, **typed, "runs-dir": runs_dir}), program=changes)
@@ -181,13 +181,9 @@ def _adjusted(run: RunDir, before: RunSpec, options: ResumeOptions, history: His
     )
     adjusted = current.adjusted(options.program or {}, begun)
     kept = before.program if adjusted == current else adjusted.as_program()
-    resources, has_default_time = options.resources, options.resources.time is None
-    if has_default_time and resources.partition == before.resources.partition:
-        resources = dataclasses.replace(resources, time=before.resources.time)
     after = dataclasses.replace(
-        before, program=kept, resources=resources, recovery=options.recovery, network=options.network,
-        has_default_time=has_default_time,
-    )  # fmt: skip
+        before, program=kept, resources=options.resources, recovery=options.recovery, network=options.network
+    )
     if options.notification != before.notification:  # else a missing recipient costs only its messages
         after = dataclasses.replace(after, notification=with_known_names(options.notification))
     if (after.resources, after.recovery, after.network) == (before.resources, before.recovery, before.network):
