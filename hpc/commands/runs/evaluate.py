@@ -43,7 +43,10 @@ _SAME_SETTINGS = (
     "setup", "interface", "port-range", "stage-dir", "stage-keep", "device", "stage-env",
 )  # fmt: skip
 # Flags of the classifier that the evaluation takes from the other run.
-_SAME_TRAINING = ("model", "seed", "val_split", "strategy", "deterministic", "tf32", "amp", "head_hidden")
+_SAME_TRAINING = (
+    "model", "seed", "val_split", "strategy", "deterministic", "tf32", "amp", "head_hidden", "num_workers",
+    "max_corrupt_images",
+)  # fmt: skip
 _IMAGES_PER_RANK = 256
 _TRIES = 3
 
@@ -72,10 +75,6 @@ class EvaluateOptions(SubmitOptions):
     """Images to evaluate on, of classes that the model knows. Default: the data of the evaluated run."""
     split: SplitChoice = "auto"
     """Part of the data. auto: test, or val if there is no test part, or all images if --data has neither."""
-    num_workers: int | None = None
-    """Loader processes per rank. Default: the CPU cores per rank, or 0 for data in memory."""
-    max_corrupt_images: int = 10
-    """Number of corrupt images that may be replaced by others. If there are more, the evaluation fails."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,10 +153,7 @@ def _settings(options: EvaluateOptions, subject: Subject) -> TrainConfig:
     if options.data is not None:
         same["val_split"] = 0.0  # the training has seen no image of other data
     ranks = options.resources.nodes.most * options.resources.ranks_per_node
-    return TrainConfig(
-        **same, data=data, batch_size=_IMAGES_PER_RANK * ranks, num_workers=options.num_workers,
-        max_corrupt_images=options.max_corrupt_images,
-    )  # fmt: skip
+    return TrainConfig(**same, data=data, batch_size=_IMAGES_PER_RANK * ranks)
 
 
 def _free_name(options: EvaluateOptions, run: RunDir) -> str:
