@@ -12,9 +12,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hpc.commands.api import Run, Runs, ScriptRun, TorchrelayError, TrainingRun, UserError, find_run, runs, submit
+    from hpc.commands.api import Run, ScriptRun, TorchrelayError, TrainingRun, UserError, find_run, runs, submit
 
-__all__ = ["Run", "Runs", "ScriptRun", "TorchrelayError", "TrainingRun", "UserError", "find_run", "runs", "submit"]
+__all__ = ["Run", "ScriptRun", "TorchrelayError", "TrainingRun", "UserError", "find_run", "runs", "submit"]
 
 
 def __getattr__(name: str) -> Any:

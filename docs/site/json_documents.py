@@ -56,8 +56,6 @@ class Submission(TypedDict):
     """With --dry-run."""
     container: NotRequired[str | None]
     """With --dry-run."""
-    notify: NotRequired[list[str]]
-    """With --dry-run: the recipients."""
     expected_start: NotRequired[StartEstimate | None]
     """With --dry-run."""
     changed: NotRequired[dict[str, Any]]
@@ -188,7 +186,6 @@ class Scaling(TypedDict):
     directory: str
     mode: Mode
     minutes: float
-    conclusions: list[str]
     sizes: list[ScalingSize]
 
 

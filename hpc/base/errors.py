@@ -21,7 +21,7 @@ class BadNodeError(TorchrelayError):
 
 
 class UserError(TorchrelayError):
-    """A mistake that the user can correct. If `hpc submit` raises it, no job is queued, and no file is left behind."""
+    """A mistake that the user can correct. If `hpc submit` raises it, no job is queued, and no run is left behind."""
 
     exit_code = 2
 

@@ -46,21 +46,16 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def fsync_directory(path: Path) -> bool:
-    """Flush a directory to disk. Only then are renames in it durable.
-
-    Returns False if the file system does not support this; `hpc submit` warns about such a file system.
-    """
+def fsync_directory(path: Path) -> None:
+    """Flush a directory to disk, if its file system can do that. Only then are renames in it durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     except OSError as error:
         if error.errno not in UNSUPPORTED:
             raise
-        return False
     finally:
         os.close(descriptor)
-    return True
 
 
 def fsync_file(path: Path) -> None:
@@ -163,12 +158,8 @@ def new_directory(path: Path) -> Iterator[Path]:
         FileExistsError: `path` exists when the block ends.
     """
     temporary = _temporary_name(path)
-    while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Another process may have made the parent, failed, and removed it.
-        with contextlib.suppress(FileNotFoundError):
-            temporary.mkdir(mode=0o700)
-            break
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary.mkdir(mode=0o700)
     try:
         yield temporary
         _rename_exclusively(temporary, path)

@@ -271,12 +271,6 @@ def mounted_type(mounts: Sequence[str], path: Path) -> str | None:
     return (mounted_type(below, Path(_unescape(upper[1]))) if upper else None) or kind
 
 
-def automounted_at(path: Path) -> Path | None:
-    """Return the autofs directory that contains a path, which need not exist; None if none contains it."""
-    points = [Path(_unescape(line.split()[1])) for line in _lines("mounts") if line.split()[2] == "autofs"]
-    return next((point for point in points if path.is_relative_to(point)), None)
-
-
 def _unescape(path: str) -> str:
     """Replace the octal escapes in a path of /proc/mounts by their characters."""
     return re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), path)

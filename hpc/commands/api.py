@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Self
 from hpc.base.errors import TorchrelayError, UserError
 from hpc.commands import cli
 from hpc.commands.runs import fork
-from hpc.programs.program_kinds import ClassifierRequest, ScriptRequest
+from hpc.programs.program_kinds import ClassifierRequest
+from hpc.programs.script_flags import ScriptRequest
 from hpc.run.rundir import RunDir
 from hpc.run.spec import Network, Notification, Recovery, Resources
 from hpc.slurm import client as slurm
@@ -33,10 +34,9 @@ from hpc.submissions.options import RunFlags, SubmitOptions, completed
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Run", "Runs", "ScriptRun", "TorchrelayError", "TrainingRun", "UserError", "find_run", "runs", "submit"]
+__all__ = ["Run", "ScriptRun", "TorchrelayError", "TrainingRun", "UserError", "find_run", "runs", "submit"]
 
 _WAIT_SECONDS = 2.0
-_COLUMNS = ("run", "state", "job_id", "attempt", "epoch", "step", "images_per_second", "train_loss", "val_accuracy")
 
 
 class _Given:
@@ -84,7 +84,7 @@ class ScriptRun(_RunRequest, ScriptRequest):
 
 
 class Run:
-    """Represents a submitted run, identified by its directory. A notebook shows the run as a table."""
+    """Represents a submitted run, identified by its directory."""
 
     def __init__(self, directory: Path) -> None:
         self._run = RunDir(directory)
@@ -175,22 +175,12 @@ class Run:
     def __repr__(self) -> str:
         return f"Run({str(self.directory)!r})"
 
-    def _repr_html_(self) -> str:
-        return _html([self])
-
-
-class Runs(list[Run]):
-    """A list of runs, which a notebook shows as a table."""
-
-    def _repr_html_(self) -> str:
-        return _html(self)
-
 
 def submit(request: TrainingRun | ScriptRun) -> Run:
     """Check a run, make its directory and queue it, as `hpc submit` does.
 
     Raises:
-        UserError: a flag is wrong, or Slurm refuses the job; nothing is left behind.
+        UserError: a flag is wrong, or Slurm refuses the job; no run is left behind.
         TorchrelayError: Slurm does not answer.
     """
     flags, script = dict(request.given), tuple[str, ...]()
@@ -202,9 +192,9 @@ def submit(request: TrainingRun | ScriptRun) -> Run:
     return Run(start_run(options).run.path)
 
 
-def runs(runs_dir: str | Path | None = None) -> Runs:
+def runs(runs_dir: str | Path | None = None) -> list[Run]:
     """Return all runs in a directory, the newest last. The default is the `--runs-dir` of the commands."""
-    return Runs(Run(run.path) for run in cli.all_runs(_runs_dir(runs_dir)))
+    return [Run(run.path) for run in cli.all_runs(_runs_dir(runs_dir))]
 
 
 def find_run(name: str, runs_dir: str | Path | None = None) -> Run:
@@ -220,11 +210,3 @@ def _given(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Return the flags that have a value, by their names on the command line. Tuples become lists."""
     listed = {name: list(value) if isinstance(value, tuple) else value for name, value in flags.items()}
     return {name.replace("_", "-"): value for name, value in listed.items() if value is not None}
-
-
-def _html(shown: Sequence[Run]) -> str:
-    import pandas as pd  # noqa: PLC0415 - takes half a second
-
-    rows = StatusCache().summaries([RunDir(run.directory) for run in shown])
-    table = pd.DataFrame([{name: getattr(row, name) for name in _COLUMNS} for row in rows], columns=list(_COLUMNS))
-    return str(table.to_html(index=False, na_rep="", float_format="{:.4g}".format))

@@ -1,31 +1,17 @@
 """Lists the kinds of programs that a run can have, and turns a run's spec back into flags. Runs on the login node."""
 
 from collections.abc import Sequence
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from hpc.base import program
 from hpc.base.errors import UserError
 from hpc.programs.program_flags import ProgramFlags
-from hpc.programs.script_flags import ScriptFlags, ScriptRequest
+from hpc.programs.script_flags import ScriptFlags
 from hpc.run.spec import RunSpec
 from training.config.classifier_program import ClassifierFlags, ClassifierRequest
 from training.config.evaluation_task import EvaluationTask
 
-__all__ = [
-    "DEFAULT",
-    "KINDS",
-    "ClassifierRequest",
-    "EvaluationTask",
-    "ScriptRequest",
-    "adaptable_settings_of",
-    "is_ours",
-    "kind_for",
-    "others",
-    "program_of_run",
-    "settings_of",
-]
+__all__ = ["ClassifierRequest", "EvaluationTask"]  # for the modules that may not import the classifier's
 
 DEFAULT = ClassifierFlags
 """The kind of program that `hpc submit` runs without `-- script.py`."""
@@ -35,15 +21,6 @@ KINDS: tuple[type[ProgramFlags], ...] = (ScriptFlags, ClassifierFlags)
 def kind_for(script: Sequence[str]) -> type[ProgramFlags]:
     """Return the kind of program that a command line with these words after `--` submits."""
     return ScriptFlags if script else DEFAULT
-
-
-def is_ours(module: str) -> bool:
-    """Return whether Python would find our module of this name, and not one in the current directory."""
-    near = [path for path in (Path(module), Path(f"{module}.py")) if path.exists()]
-    package = find_spec(module)
-    return package is not None and all(
-        str(path.resolve()) in (package.submodule_search_locations or ()) for path in near
-    )
 
 
 def others(kind: type[ProgramFlags]) -> tuple[type[ProgramFlags], ...]:
@@ -71,8 +48,3 @@ def settings_of(spec: RunSpec) -> dict[str, Any]:
         "device": "cpu" if spec.device == "cpu" else "auto", "stage-env": bool(spec.stage_env),
         "python": spec.python, "container": spec.container,
     }  # fmt: skip
-
-
-def adaptable_settings_of(spec: RunSpec) -> dict[str, Any]:
-    """Like `settings_of`, but a time limit that submit chose is None, because another partition has another default."""
-    return settings_of(spec) | ({"time": None} if spec.has_default_time else {})

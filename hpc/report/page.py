@@ -33,8 +33,6 @@ _SIDES = {"text": "", "cause": "", "moment": "", "run": "", "state": "", "words"
 # Nobody reads a confusion matrix of more classes: a thousand classes would make a million cells.
 _MAX_CLASSES = 30
 _COMMIT_DIGITS = 12
-RELOAD_SECONDS = 30
-"""Time after which the page of a run that goes on reloads itself."""
 # Color and meaning of the marks in the figures.
 _MARKS = (
     ("failure", "a failure, with the steps that it cost"),
@@ -51,7 +49,6 @@ def run_page(record: RunRecord, tables: Sequence[str], now: float) -> str:
         tables=tables,
         headline=_headline(record),
         causes=cells.interruptions(record.summary).replace("_", " "),
-        reload_seconds=None if record.has_ended else RELOAD_SECONDS,
         facts=_facts(record),
         # An evaluation would have curves of a single point.
         plots=plots_of([] if evaluation else [record]),
@@ -72,7 +69,6 @@ def comparison_page(records: Sequence[RunRecord], links: Sequence[str | None], t
     return _render(
         "comparison.html",
         tables=tables,
-        reload_seconds=None if all(record.has_ended for record in records) else RELOAD_SECONDS,
         runs=_runs(labels, records, links, differing),
         setting_columns=[(name, f"setting {name}", "wrapped") for name in differing],
         plots=plots_of(records),
@@ -193,10 +189,8 @@ def _setting(value: Any) -> str:
     return " ".join(map(str, value if isinstance(value, list) else [] if value in {None, ""} else [value])) or "default"
 
 
-def _render(
-    template: str, *, plots: Plots, tables: Sequence[str] = (), reload_seconds: int | None = None, **values: Any
-) -> str:
-    """Return the HTML of a page. `tables` names its CSV files; if `reload_seconds` is set, the page reloads itself."""
+def _render(template: str, *, plots: Plots, tables: Sequence[str] = (), **values: Any) -> str:
+    """Return the HTML of a page. `tables` names its CSV files."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("hpc.report"),
         autoescape=True,
@@ -215,7 +209,7 @@ def _render(
     # These scripts are ours and contain no text from a run.
     scripts = [Markup(script) for script in ([bokeh_script()] if plots.charts else []) + [own]]  # noqa: S704
     hashes = " ".join(f"'sha256-{_sha256(script)}'" for script in scripts)
-    values |= {"tables": tables, "reload_seconds": reload_seconds, "now": time.time()}
+    values |= {"tables": tables, "now": time.time()}
     return environment.get_template(template).render(**values, plots=plots, scripts=scripts, script_hashes=hashes)
 
 

@@ -30,8 +30,8 @@ def page_path(runs: Sequence[RunDir], output: Path | None = None) -> Path:
     return path
 
 
-def write_report(runs: Sequence[RunDir], path: Path) -> tuple[list[str], bool]:
-    """Write the tables and the page. Return the names of the tables, and whether all runs have ended."""
+def write_report(runs: Sequence[RunDir], path: Path) -> list[str]:
+    """Write the tables and the page. Return the names of the tables."""
     records = [gather(run, summary) for run, summary in zip(runs, summaries(runs), strict=True)]
     tables = csv_tables(records)
     if len(records) == 1:
@@ -43,4 +43,4 @@ def write_report(runs: Sequence[RunDir], path: Path) -> tuple[list[str], bool]:
     for name, text in tables.items():
         write_atomic(path.with_name(name), text)
     write_atomic(path, page)
-    return list(tables), all(record.has_ended for record in records)
+    return list(tables)

@@ -33,7 +33,7 @@ class CodeFiles:
 
     @classmethod
     def load(cls, code: Path) -> Self | None:
-        """Read the record in a `code/`; None if it is damaged, or if the run is of an earlier version or runs in place.
+        """Read the record in a `code/`; None if it is damaged, or if nothing of the user's directory was copied.
 
         Without it, nothing of the run is taken for a copy, so nothing is lost.
         """

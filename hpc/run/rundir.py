@@ -44,8 +44,10 @@ class RunDir:
     """The image of the user's directory in which the run executes: copies of the code, and links to all else."""
     previous_code = SubPath("code-previous")
     """The old `code/` while `hpc resume --new-code` replaces it."""
+    packages = SubPath("code/.torchrelay/packages.zip")
+    """The archive of our packages that the run executes."""
     package_checksums = SubPath("code/.torchrelay/SHA256SUMS")
-    """The checksum of our packages, as `sha256sum --check` reads it."""
+    """The checksum of this archive, as `sha256sum --check` reads it."""
     revision = SubPath("code/.torchrelay/revision")
     """The git revision of the user's code; absent if the code was not in a repository."""
     events = SubPath("events")
@@ -83,12 +85,6 @@ class RunDir:
     logs = SubPath("logs")
     """The output of all attempts."""
     report = SubPath("report/index.html")
-
-    @property
-    def packages(self) -> Path:
-        """The archive of our packages that the run executes; in a run of an earlier version, their directory."""
-        directory = self.package_checksums.parent
-        return directory if (directory / "jobs").is_dir() else directory / "packages.zip"
 
     @property
     def name(self) -> str:

@@ -218,8 +218,6 @@ class RunSpec:
     name: str
     cluster: Cluster
     resources: Resources
-    has_default_time: bool = False
-    """Whether the user gave no --time. The time limit is then the partition's, also after hpc resume --partition."""
     data: str | None
     """The directory or archive that every node stages; None if the run has no data to stage."""
     program: Program

@@ -43,7 +43,6 @@ _DECOMPRESSORS: dict[bytes, Callable[[Any], Any]] = {
 _ZIP_TYPES = {
     0: tarfile.REGTYPE, stat.S_IFREG: tarfile.REGTYPE, stat.S_IFDIR: tarfile.DIRTYPE, stat.S_IFLNK: tarfile.SYMTYPE
 }  # fmt: skip
-_ZIP_FROM_WINDOWS = 0
 Read = Callable[[int], bytes]
 """Function that returns the next bytes of a member. Call it before taking the next member."""
 
@@ -68,7 +67,7 @@ def quick_names(archive: Path) -> list[str] | None:
     with damage_reported(archive):
         if archive.suffix == ".zip":  # its names are all at its end, and `check` has read them
             with _RetryingFile(archive) as raw, zipfile.ZipFile(raw) as zipped:
-                members = _zip_entries(zipped)
+                members = zipped.infolist()
                 is_linked = any(stat.S_ISLNK(member.external_attr >> 16) for member in members)
                 return None if is_linked else [member.filename for member in members]
         if archive.stat().st_size > _QUICK_BYTES:
@@ -125,7 +124,7 @@ def members_of(archive: Path) -> Iterator[Iterator[tuple[tarfile.TarInfo, Read]]
     with _RetryingFile(archive) as raw:
         if archive.suffix == ".zip":
             with zipfile.ZipFile(raw) as zipped:
-                yield (_zip_member(zipped, info) for info in _zip_entries(zipped))
+                yield (_zip_member(zipped, info) for info in zipped.infolist())
             return
         head = raw.read(8)
         raw.seek(0)
@@ -141,15 +140,6 @@ def _tar_members(tar: tarfile.TarFile) -> Iterator[tuple[tarfile.TarInfo, Read]]
         # After a header, the file is at the member's content, which `extractfile` would copy twice more.
         yield info, tar.fileobj.read
         vars(tar)["members"].clear()  # tarfile keeps a kilobyte for each member
-
-
-def _zip_entries(zipped: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
-    entries = zipped.infolist()
-    for entry in entries:
-        # Older programs for Windows separate directories by backslashes. unzip has the same rule.
-        if entry.create_system == _ZIP_FROM_WINDOWS and "/" not in entry.filename:
-            entry.filename = entry.filename.replace("\\", "/")
-    return entries
 
 
 def _zip_member(zipped: zipfile.ZipFile, info: zipfile.ZipInfo) -> tuple[tarfile.TarInfo, Read]:

@@ -167,11 +167,6 @@ class LogReader:
         return self._tails[path]
 
 
-def ranks_with_logs(run: RunDir) -> set[int]:
-    """Return the ranks that have written a log in any attempt."""
-    return {_numbers(path)[0] for path in run.logs.glob("attempt-[0-9]*/rank-[0-9]*.log")}
-
-
 def _numbers(path: Path) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", path.name)]
 

@@ -103,13 +103,8 @@ class GroupDir(Generic[Spec]):
             raise self._exists()
 
     def _exists(self) -> UserError:
-        if not self.spec_file.exists():
-            return UserError(f"{self.path} exists already: choose another --name")
-        name = self.path.name
-        return UserError(
-            f"{self.TITLE} {name} exists already: type hpc {self.KIND} --name {name} to continue it, or choose another "
-            "--name"
-        )
+        typed = f"hpc {self.KIND} --name {self.path.name}"
+        return UserError(f"{self.path} exists already: choose another --name, or type {typed} to continue it")
 
     def make(self, spec: Spec, code: UserCode) -> None:
         """Make the directory with the spec and the code. Raises UserError if another process has made it meanwhile."""

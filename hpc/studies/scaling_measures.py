@@ -1,4 +1,4 @@
-"""The measures of each size of a scaling study, and the conclusions from them. Runs on the login node."""
+"""The measures of each size of a scaling study. Runs on the login node."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,10 +14,6 @@ from hpc.run.events.kinds import FirstStep
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.status.summary import Summary
-
-# Added ranks pay if each brings at least `_PAYS` of an earlier rank's speed. A wait is reported if it takes at least
-# `_NOTABLE` of the time.
-_PAYS, _NOTABLE = 0.5, 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +41,6 @@ class Measures:
     """The share of the time in which a rank waits for data."""
     allreduce_wait_share: float | None = None
     """The share of the time in which rank 0 has computed its gradients and waits for the all-reduce."""
-    gpu_hours: float | None = None
-    images: int | None = None
-    """The images trained so far."""
-    val_loss: float | None = None
-    """The best validation loss."""
-    test_accuracy: float | None = None
 
 
 def measure(size: str, ranks: int, run: RunDir, summary: Summary, *, is_weak: bool) -> Measures:
@@ -62,7 +52,6 @@ def measure(size: str, ranks: int, run: RunDir, summary: Summary, *, is_weak: bo
     steady = [line for before, line in pairwise(lines) if before.get("attempt") == line.get("attempt")]
     images = median(speeds) if (speeds := _column(steady, "images_per_second")) else None
     pace = None if images else _pace(lines) or _counted_pace(run)
-    losses = _column([line for line in read_json_lines(run.eval_metrics) if line.get("split") == "val"], "loss")
     return Measures(
         size=size,
         ranks=ranks,
@@ -74,10 +63,6 @@ def measure(size: str, ranks: int, run: RunDir, summary: Summary, *, is_weak: bo
         speed=images or (pace * (ranks if is_weak else 1) if pace else None),
         data_wait_share=_mean(steady, "data_wait_share"),
         allreduce_wait_share=_mean(steady, "allreduce_wait_share"),
-        gpu_hours=summary.gpu_hours.allocated if summary.gpu_hours else None,
-        images=round(summary.step * batch_size) if summary.step and batch_size else None,
-        val_loss=min(losses, default=None),
-        test_accuracy=summary.test_accuracy,
     )
 
 
@@ -121,42 +106,3 @@ def with_efficiency(measured: Sequence[Measures]) -> list[Measures]:
     """Return the measures with the speed of a rank, relative to the smallest measured size."""
     base = next((one.speed / one.ranks for one in measured if one.speed), None)
     return [replace(one, efficiency=one.speed / one.ranks / base if one.speed and base else None) for one in measured]
-
-
-def conclusions(measured: Sequence[Measures]) -> list[str]:
-    """Return sentences that say up to which size more ranks pay, and what the ranks of the next size wait for."""
-    fastest: dict[int, Measures] = {}
-    for one in measured:  # of sizes with the same number of ranks, the fastest counts
-        if one.speed and one.speed > _speed(fastest.get(one.ranks)):
-            fastest[one.ranks] = one
-    if len(fastest) < 2:
-        return []
-    for before, after in pairwise(fastest.values()):
-        ratio, ideal = _speed(after) / _speed(before), after.ranks / before.ranks
-        if ratio - 1 < _PAYS * (ideal - 1):
-            gain = f"{ratio:.2f} times as fast, not {ideal:.3g} times"
-            loss = f"slower, at {ratio:.0%} of that speed"
-            limit = f"{_words(after)} are {gain if ratio >= 1 else loss}"
-            return [f"More ranks pay up to {_words(before)}: {limit}.", *_reason(after)]
-    largest = [*fastest.values()][-1]
-    share = f"each rank has {largest.efficiency:.0%} of its speed in the smallest size"
-    return [f"More ranks pay up to the largest size, {_words(largest)}: {share}.", *_reason(largest)]
-
-
-def _reason(one: Measures) -> list[str]:
-    """Return what the ranks of a size wait for, and what helps."""
-    reduce, data = one.allreduce_wait_share or 0.0, one.data_wait_share or 0.0
-    if max(reduce, data) < _NOTABLE:
-        return []
-    if data > reduce:
-        return [f"They wait {data:.0%} of the time for data: use more --num-workers and CPUs, or hpc pack."]
-    helps = "more images per rank (--batch-size, --grad-accum-steps), --compress-gradients bf16, more GPUs per node"
-    return [f"They wait {reduce:.0%} of the time for the all-reduce. What helps: {helps}."]
-
-
-def _words(one: Measures) -> str:
-    return f"{one.ranks} rank{'s' * (one.ranks > 1)} ({one.size})"
-
-
-def _speed(one: Measures | None) -> float:
-    return one.speed or 0.0 if one else 0.0

@@ -15,7 +15,7 @@ from hpc.run.rundir import RunDir
 from hpc.slurm.cancellation import cancel_run
 from hpc.status.summary import Summary
 from hpc.studies.group import GroupDir, GroupSpec
-from hpc.studies.scaling_measures import Measures, conclusions, measure, with_efficiency
+from hpc.studies.scaling_measures import Measures, measure, with_efficiency
 from hpc.studies.study import Member, Results, Study
 
 Mode = Literal["weak", "strong"]
@@ -32,10 +32,6 @@ _ROWS: dict[str, Callable[[Measures], str]] = {
     "scaling efficiency": lambda one: _shown(one.efficiency, ".0%"),
     "waiting for all-reduce": lambda one: _shown(one.allreduce_wait_share, ".1%"),
     "waiting for data": lambda one: _shown(one.data_wait_share, ".1%"),
-    "GPU-hours": lambda one: _shown(one.gpu_hours, ".3g"),
-    "images trained": lambda one: _shown(one.images, ",d"),
-    "best validation loss": lambda one: _shown(one.val_loss, ".4f"),
-    "top-1": lambda one: _shown(one.test_accuracy, ".2%"),
 }
 
 
@@ -139,19 +135,18 @@ class ScalingStudy(Study[ScalingSpec]):
         self.tell(f"{run.name} is {summary.state}")
 
     def results(self) -> Results:
-        """Return the measures of all sizes, and what follows from them."""
+        """Return the measures of all sizes."""
         measured = self._measures()
         sizes = [
             {"run": self.group.run(size.name).name, "nodes": size.nodes, "gpus_per_node": size.gpus, **vars(measures)}
             for size, measures in zip(self.spec.sizes, measured, strict=True)
         ]
-        found = conclusions(measured)
         rows = [[name, *map(shown, measured)] for name, shown in _ROWS.items()]
         is_measured = any(one.speed or one.state in {"pending", "running"} for one in measured)
         return Results(
-            document={"mode": self.spec.mode, "minutes": self.spec.minutes, "sizes": sizes, "conclusions": found},
+            document={"mode": self.spec.mode, "minutes": self.spec.minutes, "sizes": sizes},
             table=[["", *(one.size for one in measured)], *(row for row in rows if {*row[1:]} != {"-"})],
-            sentences=[*found, *(f"{one.size} is {one.state}: {one.cause}" for one in measured if one.cause)],
+            sentences=[f"{one.size} is {one.state}: {one.cause}" for one in measured if one.cause],
             problem=None if is_measured else _NOT_MEASURED,
         )
 

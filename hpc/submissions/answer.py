@@ -2,13 +2,11 @@
 
 import sys
 from dataclasses import asdict
-from pathlib import Path
 
 from hpc.base.text import visible
 from hpc.commands import cli
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec, program_of
-from hpc.services.notification.recipients import choose_recipients
 from hpc.slurm.executor import SlurmExecutor, agent_command
 from hpc.submissions.cluster_choice import this_machine
 from hpc.submissions.new_run import NewRun
@@ -36,16 +34,10 @@ def show_dry_run(new: NewRun, *, as_json: bool) -> None:
     else:
         text = agent_command(run) + "\n"
     notes += _places(new)
-    names = [Path(path).name for path in (*spec.after, *spec.after_ok)]
-    if names:
-        notes.append(f"it begins after {', '.join(f'run {visible(name)}' for name in names)}")
-    told = choose_recipients(spec.notification.notify)
-    if told:
-        notes.append(f"notifies {', '.join(f'{name} ({service})' for name, service in told.items())}")
     if as_json:
         start = asdict(expected) if expected else None
-        shown = {"text": text, "python": spec.python, "container": spec.container, "notify": list(told)}
-        cli.print_json({**new.answer, **shown, "expected_start": start})
+        shown = {"text": text, "python": spec.python, "container": spec.container, "expected_start": start}
+        cli.print_json({**new.answer, **shown})
     else:
         print(text, end="")
     for note in notes:

@@ -8,43 +8,27 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from enum import StrEnum
 from pathlib import Path
 
 from hpc.base.errors import UserError
-from hpc.base.files import UNSUPPORTED, fsync_directory, nearest_existing
-from hpc.base.kernel import automounted_at, file_system_type
-from hpc.run.events.ledger import attempt_prefix
+from hpc.base.files import UNSUPPORTED, nearest_existing
+from hpc.base.kernel import file_system_type
 from hpc.run.ownership import who_may_rename
 from hpc.run.spec import Cluster, RunSpec
 
 _NODE_LOCAL = (Path("/tmp"), Path("/dev/shm"))  # noqa: S108 - these are refused, not used
 # The space that the files of a run need besides its checkpoints.
 _MIN_FREE_BYTES = 64 * 2**20
+NO_HARD_LINKS = "two jobs of a run could both train it, so no run can start"
+"""What it means that the file system of the runs directory has no hard links."""
 
 
-class Feature(StrEnum):
-    """A feature that a file system may lack."""
-
-    HARD_LINKS = "hard links"
-    DIRECTORY_FSYNC = "fsync of directories"
-
-
-LOST = {
-    Feature.HARD_LINKS: "two jobs of a run could both train it, so no run can start",
-    Feature.DIRECTORY_FSYNC: "when the storage loses power, the newest checkpoint may be lost, and the run continues "
-    "from the previous one",
-}
-"""The consequences if a feature is missing, for warnings."""
-
-
-def missing_features(directory: Path) -> list[Feature]:
-    """Return the features that the file system of a directory lacks. The directory need not exist.
+def lacks_hard_links(directory: Path) -> bool:
+    """Return whether the file system of a directory has no hard links. The directory need not exist.
 
     Raises:
         OSError: nothing can be written there.
     """
-    missing = []
     with tempfile.TemporaryDirectory(prefix=".probe-", dir=nearest_existing(directory)) as name:
         probe = Path(name)
         (probe / "file").touch()
@@ -53,15 +37,8 @@ def missing_features(directory: Path) -> list[Feature]:
         except OSError as error:
             if error.errno not in UNSUPPORTED:
                 raise
-            missing.append(Feature.HARD_LINKS)
-        if not fsync_directory(probe):
-            missing.append(Feature.DIRECTORY_FSYNC)
-    return missing
-
-
-def has_been_seen_by_nodes(runs_dir: Path) -> bool:
-    """Return whether a run in this directory has started. If so, the nodes see the directory under this path."""
-    return any(runs_dir.glob(f"*/events/{attempt_prefix(1)}*"))
+            return True
+    return False
 
 
 def check_setup(lines: Sequence[str], cluster: Cluster) -> None:
@@ -102,7 +79,7 @@ def check_recovery(spec: RunSpec) -> None:
 
 
 def check_runs_dir(runs_dir: Path, *, on_cluster: bool) -> None:
-    """Refuse a runs directory that is not shared, not writable, or full, or in which others may replace a run."""
+    """Refuse a runs directory that nodes cannot see, that others may change, or whose storage cannot hold a run."""
     if on_cluster:
         check_is_shared("--runs-dir", runs_dir.expanduser())
     real = runs_dir.expanduser().resolve()
@@ -120,27 +97,11 @@ def check_runs_dir(runs_dir: Path, *, on_cluster: bool) -> None:
         raise UserError(
             f"--runs-dir {runs_dir}: its file system is full ({free // 2**20} MB free): free some space, or use another"
         )
-
-
-def runs_dir_warnings(runs_dir: Path, *, on_cluster: bool) -> list[str]:
-    """Return warnings about the runs directory that do not prevent a submission.
-
-    Raises:
-        UserError: its file system lacks a feature that every run needs.
-    """
-    real = runs_dir.expanduser().resolve()
-    missing = missing_features(real)
-    where = f"--runs-dir {runs_dir}: its file system ({file_system_type(real)}) has no"
-    warnings = [f"{where} {feature}: {LOST[feature]}; use a directory on other storage" for feature in missing]
-    if Feature.HARD_LINKS in missing:
-        raise UserError(warnings[0])
-    point = automounted_at(real)
-    if on_cluster and point is not None and not has_been_seen_by_nodes(real):
-        warnings.append(
-            f"--runs-dir {real} is below {point}, where this machine mounts on demand (autofs): unless the nodes do "
-            f"the same, no run starts; check with hpc doctor --nodes 1 --runs-dir {real}, or use another path to it"
+    if lacks_hard_links(real):
+        raise UserError(
+            f"--runs-dir {runs_dir}: its file system ({file_system_type(real)}) has no hard links: {NO_HARD_LINKS}; "
+            "use a directory on other storage"
         )
-    return warnings
 
 
 def is_node_local(path: Path) -> bool:

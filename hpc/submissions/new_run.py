@@ -1,4 +1,4 @@
-"""Makes the run directory and queues the run, or leaves nothing behind if Slurm refuses. Runs on the login node."""
+"""Makes the run directory and queues the run, or leaves no run behind if Slurm refuses. Runs on the login node."""
 
 import dataclasses
 import os
@@ -89,7 +89,7 @@ def _submit(
     A killed submission leaves a complete directory or none; `hpc resume` submits a complete one that has no job.
     """
     grace_seconds = preemption_grace(spec)
-    with _without_empty_parents(run), at_trackers(run, spec) as known:
+    with at_trackers(run, spec) as known:
         with new_run_directory(run) as draft:
             draft.events.mkdir()
             draft.logs.mkdir()
@@ -138,19 +138,6 @@ def new_run_directory(run: RunDir) -> Iterator[RunDir]:
         raise UserError(f"run {run.name!r} exists already in {run.path.parent}: choose another --name") from error
     except OSError as error:
         raise _cannot_write(run, error) from error
-
-
-@contextmanager
-def _without_empty_parents(run: RunDir) -> Iterator[None]:
-    """After an error, remove the parent directories that were made for a run, unless other runs are in them."""
-    made = [directory for directory in run.path.parents if not directory.exists()]
-    try:
-        yield
-    except BaseException:
-        with suppress(OSError):
-            for directory in made:
-                directory.rmdir()
-        raise
 
 
 def _cannot_write(run: RunDir, error: OSError) -> UserError:

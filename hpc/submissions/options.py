@@ -13,7 +13,7 @@ from hpc.base.flags import REPEATABLE, Flag
 from hpc.base.units import Duration
 from hpc.commands import cli
 from hpc.programs.program_flags import ProgramFlags
-from hpc.programs.program_kinds import DEFAULT, is_ours, kind_for, others
+from hpc.programs.program_kinds import DEFAULT, kind_for, others
 from hpc.programs.script_flags import OwnScript
 from hpc.run.device_choice import DeviceChoice
 from hpc.run.spec import Network, Notification, Recovery, Resources, RunSpec, Service
@@ -142,8 +142,6 @@ def split_script(arguments: list[str]) -> tuple[list[str], tuple[str, ...]]:
         return arguments, ()
     split = arguments.index("--")
     flags, script = arguments[:split], tuple(arguments[split + 1 :])
-    if script[:2] == ("-m", DEFAULT.MODULE) and is_ours(DEFAULT.MODULE):
-        return [*flags, *script[2:]], ()
     return (flags if script else [*flags, "--"]), script  # explain() refuses a `--` that nothing follows
 
 

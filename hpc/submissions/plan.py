@@ -60,7 +60,7 @@ def plan(options: SubmitOptions) -> tuple[RunDir, RunSpec]:
     if os.path.lexists(run.path):
         raise UserError(f"run {name!r} exists already in {options.runs_dir}: choose another --name")
     spec = RunSpec(
-        name=run.name, cluster=cluster, resources=resources, has_default_time=options.resources.time is None,
+        name=run.name, cluster=cluster, resources=resources,
         data=str(resolved.data) if resolved.data else None, program=resolved.program,
         stage_dir=check_stage_dir(str(options.stage_dir)),
         stage_keep=options.stage_keep, stage_timeout=options.stage_timeout, recovery=options.recovery,
@@ -132,9 +132,9 @@ def warn(options: SubmitOptions, spec: RunSpec, code: UserCode) -> None:
     """Print warnings about flags, the code and the data on stderr.
 
     Raises:
-        UserError: the file system of --runs-dir has no hard links, or classes of the data do not fit together.
+        UserError: classes of the data do not fit together.
     """
-    warnings = checks.runs_dir_warnings(options.runs_dir, on_cluster=spec.cluster == "slurm")
+    warnings = list[str]()
     if spec.cluster == "local":
         warnings += [f"{flag} has no effect: --cluster local has no Slurm" for flag in slurm_only(options.resources)]
     warnings += warnings_of_code(code, on_cluster=spec.cluster == "slurm")

@@ -63,18 +63,13 @@ def _chosen_partition(name: str | None, partitions: list[Partition]) -> list[Par
 
 def _no_such_gpus(asked: Resources, kinds: list[Partition], partitions: list[Partition]) -> str:
     """Return the error message for a partition in which no node has the GPUs that were asked for."""
-    gpus = asked.gpus_per_node
-    by_type = {f"{name}:{count}" for kind in kinds for name, count in kind.gpu_types.items() if name}
-    total = max(kind.gpus() for kind in kinds)
-    if gpus.kind and by_type:
-        has, advice = ", ".join(sorted(by_type)), "one of these, or fewer"
-    elif total:
-        has, advice = (f"{total} without a type" if gpus.kind else f"{total}", f"--gpus-per-node {total} or fewer")
-    else:
-        has, advice = "0", "--gpus-per-node 0 to train on CPUs"
+    gpus, types = asked.gpus_per_node, (item for kind in kinds for item in kind.gpu_types.items())
+    has = " or ".join(sorted({f"{name}:{count}".removeprefix(":") for name, count in types})) or "0"
     others = sorted({kind.name for kind in partitions if kind.gpus(gpus.kind) >= gpus.count})
     other = f", or one of the partitions {', '.join(others)}" if others else ""
-    return f"--gpus-per-node is {gpus}, but partition {kinds[0].name} has {has} per node: use {advice}{other}"
+    return (
+        f"--gpus-per-node is {gpus}, but partition {kinds[0].name} has {has} per node: use --gpus-per-node {has}{other}"
+    )
 
 
 def _check_nodes(asked: Resources, spares: int, kinds: list[Partition], *, some: bool) -> None:
@@ -83,11 +78,9 @@ def _check_nodes(asked: Resources, spares: int, kinds: list[Partition], *, some:
     most = min([has, *(kind.max_nodes_per_job for kind in kinds if kind.max_nodes_per_job is not None)])
     if asked.nodes.most + spares > most:
         gives = f"has {has}" if most == has else f"allows {most} per job"
-        gpus = asked.gpus_per_node
-        suffix = f" with {gpus.count} or more {gpus.kind or ''} GPUs".replace("  ", " ") if some else ""
+        suffix = f" with --gpus-per-node {asked.gpus_per_node}" if some else ""
         typed = f"--nodes is {asked.nodes}" + (f" and --spares {spares}" if spares else "")
-        advice = f"--nodes {most}" if asked.nodes.most > most else f"--spares {most - asked.nodes.most}"
-        raise UserError(f"{typed}, but partition {kinds[0].name} {gives}{suffix}: use {advice} or fewer")
+        raise UserError(f"{typed}, but partition {kinds[0].name} {gives}{suffix}: use {most} or fewer")
 
 
 def _time_limit(asked: Resources, kinds: list[Partition]) -> TimeLimit:

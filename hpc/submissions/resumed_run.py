@@ -22,10 +22,10 @@ from hpc.base.errors import TorchrelayError, UserError
 from hpc.base.files import remove_directory, write_atomic
 from hpc.base.flags import INTERNAL
 from hpc.base.program import plain
-from hpc.base.text import few, visible
+from hpc.base.text import visible
 from hpc.commands import cli
 from hpc.programs.program_flags import Begun
-from hpc.programs.program_kinds import adaptable_settings_of, program_of_run, settings_of
+from hpc.programs.program_kinds import program_of_run, settings_of
 from hpc.run.causes import Cause
 from hpc.run.events.history import History
 from hpc.run.events.kinds import Cancelled, CheckpointSaved, Resubmitted, Resumed, SnapshotSaved, TrainCompleted
@@ -42,7 +42,7 @@ from hpc.submissions import checks
 from hpc.submissions.new_run import preemption_grace
 from hpc.submissions.options import JobFlags
 from hpc.submissions.resources import complete
-from hpc.submissions.user_code.code_copy import damaged_packages
+from hpc.submissions.user_code.code_copy import has_damaged_packages
 from hpc.submissions.user_code.renewed_code import prepare_code, replace_code, restore_code
 
 # The longest wait for the end of a cancelled job. Most jobs save and end sooner.
@@ -75,7 +75,7 @@ def options_of(given: Mapping[str, Any]) -> ResumeOptions:
     run = cli.find_own_run(name, runs_dir)
     spec = RunSpec.load(run)
     adjustable = program.default_values(ResumeOptions)
-    own = {name: value for name, value in adaptable_settings_of(spec).items() if name in adjustable}
+    own = {name: value for name, value in settings_of(spec).items() if name in adjustable}
     typed = {name: value for name, value in given.items() if name in adjustable}
     changes = {name: value for name, value in given.items() if name not in adjustable}
     return dataclasses.replace(program.build(ResumeOptions, {**own, **typed, "runs-dir": runs_dir}), program=changes)
@@ -111,9 +111,9 @@ def resume_run(options: ResumeOptions) -> tuple[RunDir, dict[str, Any]]:
             f"--new-code: run {run.name} runs {program_of(before.script)} in place, and so always the present code: "
             "leave it out"
         )
-    if not options.new_code and (damaged := damaged_packages(run)):
+    if not options.new_code and has_damaged_packages(run):
         typed = "hpc submit for a new run" if before.in_place else f"hpc resume {shlex.quote(options.run)} --new-code"
-        raise UserError(f"{run.packages} is damaged ({few(damaged)}), so the run cannot start: type {typed}")
+        raise UserError(f"{run.packages} is damaged, so the run cannot start: type {typed}")
     after = _adjusted(run, before, options, history)
     _check_has_ended(run, before, history, shlex.quote(options.run))
     job_id = _continue(run, before, after, history, new_code=options.new_code)
@@ -181,13 +181,9 @@ def _adjusted(run: RunDir, before: RunSpec, options: ResumeOptions, history: His
     )
     adjusted = current.adjusted(options.program or {}, begun)
     kept = before.program if adjusted == current else adjusted.as_program()
-    resources, has_default_time = options.resources, options.resources.time is None
-    if has_default_time and resources.partition == before.resources.partition:
-        resources = dataclasses.replace(resources, time=before.resources.time)
     after = dataclasses.replace(
-        before, program=kept, resources=resources, recovery=options.recovery, network=options.network,
-        has_default_time=has_default_time,
-    )  # fmt: skip
+        before, program=kept, resources=options.resources, recovery=options.recovery, network=options.network
+    )
     if options.notification != before.notification:  # else a missing recipient costs only its messages
         after = dataclasses.replace(after, notification=with_known_names(options.notification))
     if (after.resources, after.recovery, after.network) == (before.resources, before.recovery, before.network):

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from hpc.base.kernel import RAM_BACKED
 from hpc.base.node_info import TorchBuild
-from hpc.submissions.checks import LOST, Feature
+from hpc.submissions.checks import NO_HARD_LINKS
 
 _LOCAL_DISK = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay"})
 Facts = TypeVar("Facts")
@@ -95,10 +95,8 @@ class LoginNode:
     """Torch in the environment of the script that would be submitted now. None if it has none."""
     python: str = ""
     """Python of this environment."""
-    runs_lack: tuple[Feature, ...] = ()
-    """Features that the file system of the runs directory lacks. Also empty if the features cannot be tested."""
-    automounted: str | None = None
-    """Directory below which autofs mounts the runs directory on demand. None if autofs does not mount it."""
+    lacks_hard_links: bool = False
+    """Whether the file system of the runs directory has no hard links. Also False if that cannot be tested."""
     nodes_see_runs: bool = False
     """Whether a run has started in the runs directory, or all inspected compute nodes see the directory."""
     bad_nodes: tuple[str, ...] = ()
@@ -112,18 +110,8 @@ def _runs_dir(login: LoginNode) -> Finding | None:
     if login.runs_type in RAM_BACKED:
         share = "use --runs-dir on storage that all nodes share"
         return costs(value, "compute nodes do not see it: no run can start", share)
-    if login.runs_lack:
-        verdict = costs if Feature.HARD_LINKS in login.runs_lack else note
-        lost = "; ".join(LOST[feature] for feature in login.runs_lack)
-        return verdict(
-            f"{value}, which has no {' and no '.join(login.runs_lack)}", lost, "use --runs-dir on other storage"
-        )
-    if login.automounted is not None and not login.nodes_see_runs:
-        return note(
-            f"{value}, below {login.automounted}, where this machine mounts on demand (autofs)",
-            "unless the nodes do the same, no run can start",
-            "check with hpc doctor --nodes 1; or use --runs-dir with another path to it",
-        )
+    if login.lacks_hard_links:
+        return costs(f"{value}, which has no hard links", NO_HARD_LINKS, "use --runs-dir on other storage")
     if login.nodes_see_runs or login.runs_type not in _LOCAL_DISK:
         return ok(value)
     return note(

@@ -35,7 +35,7 @@ class NodeOptions(cli.RunsOptions):
     resources: Resources = field(default_factory=Resources)
     network: Network = field(default_factory=Network)
     stage_dir: Path | None = None
-    """Directory on each node's own disk. Default: that of RUN, or /tmp."""
+    """Directory on each node's own disk. Default: that of your newest run, or /tmp."""
     python: Path | None = None
     """Python with the torch that the ranks use, as in hpc submit.
     Default: that of the active environment, or this Python."""

@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from hpc.base import program
 from hpc.base.flag_files import default_files, overlay
 from hpc.commands import cli
 from hpc.submissions.options import flag_names, submit_flags
@@ -25,14 +24,10 @@ class ConfigOptions(cli.Common):
     Variables of sbatch, such as SBATCH_PARTITION, override both files.
     """
 
-    all: bool = False
-    """Show the built-in defaults, too."""
-
 
 def config(environment: Mapping[str, str], options: ConfigOptions) -> int:
     """Print each default and where it comes from."""
-    values = {name: (value, "built in") for name, value in _built_in().items()} if options.all else {}
-    merged = dict[str, Any]()
+    values, merged = dict[str, tuple[Any, str]](), dict[str, Any]()
     for one in sbatch_variables.read(flag_names(submit_flags()), environment):
         for name in one.settings:
             sources = [values[name][1]] if name in merged and isinstance(merged[name], list) else []
@@ -51,15 +46,6 @@ def config(environment: Mapping[str, str], options: ConfigOptions) -> int:
     if table.rows:
         Console().print(table)
     return 0
-
-
-def _built_in() -> dict[str, Any]:
-    known = flag_names(submit_flags())
-    return {
-        name: list(value) if isinstance(value, tuple) else str(value)
-        for name, value in program.default_values(submit_flags()).items()
-        if name in known and value is not None
-    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:

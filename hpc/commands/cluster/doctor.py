@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
@@ -14,8 +14,7 @@ from rich.table import Table
 from hpc.base import node_info, program
 from hpc.base.errors import TorchrelayError, UserError
 from hpc.base.files import DEV_SHM
-from hpc.base.flags import POSITIONAL
-from hpc.base.kernel import automounted_at, file_system_type
+from hpc.base.kernel import file_system_type
 from hpc.base.node_info import NodeInfo
 from hpc.base.text import visible
 from hpc.cluster.doctor.findings import OF_LOGIN, Finding, LoginNode, Severity, costs, judge, merge, note, text_of
@@ -24,12 +23,13 @@ from hpc.cluster.doctor.node_job import NodeOptions, probe_nodes
 from hpc.cluster.doctor.slurm_findings import OF_SLURM, ClusterFacts
 from hpc.commands import cli
 from hpc.run.events.history import History
+from hpc.run.events.ledger import attempt_prefix
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.slurm import bad_nodes, cluster_config
 from hpc.slurm import client as slurm
 from hpc.status.printing import console_for
-from hpc.submissions.checks import Feature, has_been_seen_by_nodes, missing_features
+from hpc.submissions.checks import lacks_hard_links
 from hpc.submissions.options import with_defaults
 from hpc.submissions.sbatch.sbatch_advice import explain
 from hpc.submissions.user_python import user_environment
@@ -48,16 +48,14 @@ _COLUMNS = {
 class DoctorOptions(NodeOptions):
     """Find settings of this cluster that cost runs work or time, and print how to change them.
 
-    With --nodes N, measure N nodes in a short job, too, and name the slow ones. Exit code 1: something costs runs.
+    The times of saves are those of your newest run that has saved a checkpoint. With --nodes N, measure N nodes in a
+    short job, too, and name the slow ones. Exit code 1: something costs runs.
     """
-
-    run: Annotated[str | None, POSITIONAL] = None
-    """Run whose measured save times are used. Default: the newest run that has saved a checkpoint."""
 
 
 def doctor(options: DoctorOptions) -> int:
     """Gather facts, judge them, and print the findings. Returns 1 if a finding has the severity `cost`."""
-    found = examine(options, find_run(options))
+    found = examine(options, newest_with_a_save(options.runs_dir))
     if options.json:
         cli.print_json([asdict(written) for finding in found for written in merge([finding])])
     else:
@@ -67,11 +65,9 @@ def doctor(options: DoctorOptions) -> int:
     return int(any(finding.severity is Severity.COST for finding in found))
 
 
-def find_run(options: DoctorOptions) -> RunDir | None:
-    """Return the named run, or else the newest run that has saved a checkpoint. None: no run has saved one."""
-    if options.run is not None:
-        return cli.find_run(options.run, options.runs_dir)
-    runs = reversed(cli.all_runs(options.runs_dir))
+def newest_with_a_save(runs_dir: Path) -> RunDir | None:
+    """Return the newest run that has saved a checkpoint; None if there is none."""
+    runs = reversed(cli.all_runs(runs_dir))
     return next((run for run in runs if History.load(run).save_seconds is not None), None)
 
 
@@ -130,18 +126,17 @@ def inspect_login(options: DoctorOptions, nodes: Sequence[NodeInfo] = ()) -> Log
     real = options.runs_dir.expanduser().resolve()
     found = user_environment.find_python()
     python = options.python or (found.path if found else None)
-    lacks = list[Feature]()
+    without_links = False
     with suppress(OSError):  # the storage is full, or the user may not write to it
-        lacks = missing_features(real)
-    point = automounted_at(real)
+        without_links = lacks_hard_links(real)
+    has_started = any(real.glob(f"*/events/{attempt_prefix(1)}*"))
     return LoginNode(
         runs_dir=str(real),
         runs_type=file_system_type(options.runs_dir),
         torch=user_environment.torch_build(python),
         python=str(python or sys.executable),
-        runs_lack=tuple(lacks),
-        automounted=str(point) if point else None,
-        nodes_see_runs=has_been_seen_by_nodes(real) or (bool(nodes) and all(node.sees_runs for node in nodes)),
+        lacks_hard_links=without_links,
+        nodes_see_runs=has_started or (bool(nodes) and all(node.sees_runs for node in nodes)),
         bad_nodes=tuple(map(str, bad_nodes.known(real))),
     )
 

@@ -21,7 +21,7 @@ from hpc.base.files import json_line, link_files, read_json_lines, write_atomic
 from hpc.base.flags import POSITIONAL, Flag
 from hpc.commands import cli
 from hpc.programs.program_flags import ProgramFlags
-from hpc.programs.program_kinds import DEFAULT, adaptable_settings_of, others, program_of_run
+from hpc.programs.program_kinds import DEFAULT, others, program_of_run, settings_of
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec, program_of
 from hpc.submissions.answer import show
@@ -92,7 +92,7 @@ def options_of(given: Mapping[str, Any], arguments: Sequence[str] = ()) -> ForkO
             f"--{flag} is a flag of another kind of program, but run {name} runs {program_of(spec.program.argv)}: "
             f"type -- --{flag} ... for an argument of the script"
         )
-    options = build(parsed, {"runs-dir": source.path.parent, **adaptable_settings_of(spec), **given}, before.script)
+    options = build(parsed, {"runs-dir": source.path.parent, **settings_of(spec), **given}, before.script)
     after = options.program.with_arguments(arguments) if arguments else options.program
     old, new = program.values_of(before), program.values_of(after)
     after.check_fork([flag for flag in of_program if new[flag] != old[flag]], source)

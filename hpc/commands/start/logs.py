@@ -15,8 +15,7 @@ from hpc.run.causes import is_consequence
 from hpc.run.events.history import History
 from hpc.run.events.kinds import AttemptEnded, RankFailed
 from hpc.run.rundir import RunDir
-from hpc.run.spec import RunSpec
-from hpc.status.log_reader import Line, LogReader, lines_before, offset_of_last, ranks_with_logs
+from hpc.status.log_reader import Line, LogReader, lines_before, offset_of_last
 from hpc.status.run_view import StatusCache
 from hpc.status.stacks import stack_groups
 from hpc.status.summary import TERMINAL
@@ -52,7 +51,6 @@ class LogsOptions(cli.RunOptions):
 def logs(options: LogsOptions) -> int:
     """Print the logs; with --follow, also new lines."""
     run = cli.find_run(options.run, options.runs_dir)
-    _check_choice(options, run)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # ranks may print what the terminal cannot show
     if options.stacks:
@@ -76,22 +74,6 @@ def logs(options: LogsOptions) -> int:
     if reader.shortened:
         _notice("only the ends of long logs are shown: --all shows everything")
     return 0
-
-
-def _check_choice(options: LogsOptions, run: RunDir) -> None:
-    """Raise UserError for a rank that the run cannot have, and an attempt that it has not had."""
-    if options.rank is not None:
-        resources = RunSpec.load(run).resources
-        # A resumption may have changed the number of nodes.
-        last = max([resources.nodes.most * resources.ranks_per_node - 1, *ranks_with_logs(run)])
-        if not 0 <= options.rank <= last:
-            has = f"ranks 0 to {last}" if last else "one rank, 0"
-            raise UserError(f"--rank is {options.rank}, but run {run.name} has {has}")
-    attempts = max((attempt.attempt for attempt in History.load(run).attempts), default=0)
-    # With --follow, the user may wait for the next attempt.
-    if options.attempt is not None and not 0 < options.attempt <= attempts + options.follow:
-        has = f"attempts 1 to {attempts}" if attempts > 1 else "one attempt, 1" if attempts else "no attempt yet"
-        raise UserError(f"--attempt is {options.attempt}, but run {run.name} has {has}")
 
 
 def reader_for(options: LogsOptions, run: RunDir) -> LogReader:

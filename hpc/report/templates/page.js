@@ -1,4 +1,4 @@
-// Puts the figures in place, sorts tables and reloads the page of a run that goes on.
+// Puts the figures in place and sorts tables.
 "use strict";
 
 async function drawPlots() {
@@ -7,15 +7,6 @@ async function drawPlots() {
   const figures = Bokeh.documents[0].roots();
   // A drag by a finger scrolls the page, not the figure.
   if (matchMedia("(pointer: coarse)").matches) for (const figure of figures) figure.toolbar.active_drag = null;
-}
-
-function isZoomed() {
-  const range = globalThis.Bokeh?.documents[0]?.roots()[0]?.x_range;
-  return range && (range.start !== range.reset_start || range.end !== range.reset_end);
-}
-
-function reloadEvery(seconds) {
-  setInterval(() => { if (!isZoomed()) location.reload(); }, 1000 * seconds);
 }
 
 function compare(one, other) {
@@ -41,5 +32,4 @@ function makeSortable(table) {
 }
 
 for (const table of document.querySelectorAll("table.sortable")) makeSortable(table);
-if (document.body.dataset.reload) reloadEvery(Number(document.body.dataset.reload));
 if (document.getElementById("plots")) drawPlots();

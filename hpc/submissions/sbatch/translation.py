@@ -31,21 +31,14 @@ _TASKS = {"ntasks", "ntasks-per-node", "ntasks-per-gpu"}
 
 def read_batch_file(path: Path) -> str:
     """Return the text of a batch script. Raises UserError if sbatch or Bash would refuse it, or if it is in Python."""
-    if not path.exists():
+    try:
+        text = path.read_bytes().decode()
+    except FileNotFoundError as error:
         scripts = [file.name for file in path.parent.glob("*") if file.suffix in _SUFFIXES]
         hint = did_you_mean(path.name, scripts, "give the path of one, or -- script.py ARGS for a script alone")
-        raise UserError(f"there is no batch script {path}: {hint}")
-    if path.is_dir():
-        raise UserError(f"{path} is a directory: give the path of a batch script")
-    data = path.read_bytes()
-    if not data.strip():
-        raise UserError(f"{path} is empty: give a batch script that sbatch accepts, or -- script.py ARGS")
-    try:
-        text = data.decode()
-    except UnicodeDecodeError:
-        text = "\0"
-    if "\0" in text:
-        raise UserError(f"{path} is not a text file: give a batch script, or -- script.py ARGS for a Python script")
+        raise UserError(f"there is no batch script {path}: {hint}") from error
+    except (IsADirectoryError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not a text file: give a batch script, or -- script.py ARGS") from error
     _check_is_bash(path, text)
     return text
 

@@ -108,7 +108,7 @@ def copy_packages(run: RunDir) -> None:
             archive.writestr(ZipInfo(name), file.read_bytes())
             if name.endswith(".py") and (code := _byte_code(file, f"{run.packages.name}/{name}")):
                 archive.writestr(ZipInfo(f"{name}c"), code)
-    run.package_checksums.write_text(f"{sha256_of(run.packages)}  {run.packages.name}\n")
+    run.package_checksums.write_text(_checksum_line(run))
 
 
 def _files() -> Iterator[tuple[Path, str]]:
@@ -121,21 +121,18 @@ def _files() -> Iterator[tuple[Path, str]]:
             yield from ((Path(directory, name), str(parent / name)) for name in names)
 
 
-def damaged_packages(run: RunDir) -> list[str]:
-    """Return the names of the files with our packages in a run that are missing, or not as they were written."""
-    checksums = run.package_checksums
-    if not checksums.exists():
-        return []
-    recorded = [line.split("  ", 1) for line in checksums.read_text().splitlines()]
-    damaged = [name for digest, name in recorded if _digest_of(checksums.parent / name) != digest]
-    return damaged if recorded else [checksums.name]
-
-
-def _digest_of(file: Path) -> str | None:
+def has_damaged_packages(run: RunDir) -> bool:
+    """Return whether the archive with our packages in a run is missing, or not as it was written."""
+    if not run.package_checksums.exists():
+        return False
     try:
-        return sha256_of(file)
+        return run.package_checksums.read_text() != _checksum_line(run)
     except FileNotFoundError:
-        return None
+        return True
+
+
+def _checksum_line(run: RunDir) -> str:
+    return f"{sha256_of(run.packages)}  {run.packages.name}\n"
 
 
 def _byte_code(source: Path, name: str) -> bytes | None:

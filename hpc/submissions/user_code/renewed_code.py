@@ -51,8 +51,7 @@ def prepare_code(run: RunDir, spec: RunSpec, cleanup: ExitStack) -> NewCode:
         changed = {name: record.copied[name] for name in code.written & record.copied.keys()}
         dataclasses.replace(made, copied={**made.copied, **changed}).save(temporary.code)
     replaced = []
-    # The classifier writes nothing there; all that an earlier version had copied for it may go.
-    for name in sorted(written_files(run.code, record) if code.script else ()):
+    for name in sorted(written_files(run.code, record)):
         if name in code.written:
             _link(run.code / name, temporary.code / name)
         elif not _is_same(run.code / name, temporary.code / name):
@@ -70,7 +69,7 @@ def _find(run: RunDir, spec: RunSpec, record: CodeFiles | None) -> UserCode:
         wanted = Path(record.root, spec.working_directory) if record else place
         raise UserError(f"--new-code: run {run.name} starts in {wanted}: type hpc resume there, or in its repository")
     written = frozenset(written_files(run.code, record))
-    # An earlier version recorded no copies. All that is in its `code/` may be one, so the new code takes its place.
+    # Without a record, all that is in `code/` may be a copy, so the new code takes its place.
     copied = record.copied if record else dict.fromkeys(written, (-1, -1))
     kept = KeptFiles(written=written, copied=copied, levels=len(old_top.parts))
     return find_code(place, spec.script, run.path.parent, elsewhere=bool(spec.python or spec.container), kept=kept)

@@ -29,13 +29,6 @@ _BUFFER_BYTES = 2**20
 _KEEP_SECONDS = 7 * 86400
 # A packing process writes all the time. If its file is older than this, the process is dead.
 _ABANDONED_SECONDS = 3600
-_LONGEST_SCRIPT = 2**20
-# For the shell, the second line is a no-op; for Python, it starts a string that ends in the fourth line.
-_PORTABLE = """#!/bin/sh
-''':'
-exec "${0%/*}/python" "$0" "$@"
-'''
-"""
 
 
 def find_or_make(environment: PythonEnvironment, runs_dir: Path) -> Path:
@@ -128,11 +121,7 @@ def _pack(environment: PythonEnvironment, file: IO[bytes]) -> None:
                 tar.addfile(_tar_info(member))
                 continue
             with (environment.prefix / member.name).open("rb") as content:
-                if member.name.startswith("bin/") and member.size < _LONGEST_SCRIPT:
-                    script = portable_script(content.read(), environment.prefix)
-                    tar.addfile(_tar_info(member._replace(size=len(script))), io.BytesIO(script))
-                else:
-                    tar.addfile(_tar_info(member), content)
+                tar.addfile(_tar_info(member), content)
 
 
 def _tar_info(member: PackedFileEntry) -> tarfile.TarInfo:
@@ -143,17 +132,6 @@ def _tar_info(member: PackedFileEntry) -> tarfile.TarInfo:
     if member.target is not None:
         info.type, info.linkname = tarfile.SYMTYPE, member.target
     return info
-
-
-def portable_script(script: bytes, prefix: Path) -> bytes:
-    """Return a console script changed to run with the interpreter in its own directory. Pure.
-
-    A file whose first line does not name the environment's interpreter is returned unchanged.
-    """
-    first, _, rest = script.partition(b"\n")
-    if not first.startswith(b"#!" + os.fsencode(prefix / "bin" / "python")):
-        return script
-    return _PORTABLE.encode() + rest
 
 
 def _is_abandoned(temporary: Path) -> bool:

@@ -6,11 +6,9 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -33,7 +31,6 @@ from support.reported_runs import (
     HOSTILE,
     STEPS,
     Written,
-    complete,
     completed_run,
     pending_run,
     report,
@@ -271,22 +268,11 @@ def test_the_documented_lines_of_a_script_show_in_status_and_report(tmp_path: Pa
     assert "validation: from 0.6 at step 10" in html, "an evaluation without a split"
 
 
-def test_watch_writes_the_page_until_the_run_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, pages = running_run(tmp_path / "r"), []
-
-    def pause(seconds: float) -> None:
-        pages.append((seconds, run.report.read_text()))
-        complete(run)
-
-    # Not time.sleep itself: threads of other tests may sleep.
-    monkeypatch.setattr("hpc.commands.runs.report.time", SimpleNamespace(sleep=pause, time=time.time))
-    written = report(run.path, "--watch")
-    [(seconds, running)] = pages
-    assert (seconds, 'data-reload="30"' in running) == (30, True)
-    assert "No result: it is written at the end of the run." in running
-    assert "Confusion matrix" not in running
-    assert {"Loss", "Accuracy (%)", "Interruptions and attempts"} <= set(headings(running))
-    assert "data-reload" not in written.html
+def test_running_run_has_curves_and_no_result_yet(tmp_path: Path) -> None:
+    html = report(running_run(tmp_path / "r").path).html
+    assert "No result: it is written at the end of the run." in html
+    assert "Confusion matrix" not in html
+    assert {"Loss", "Accuracy (%)", "Interruptions and attempts"} <= set(headings(html))
 
 
 def test_pending_run_lists_what_is_missing(tmp_path: Path) -> None:

@@ -12,14 +12,13 @@ from support.fake_slurm import write_programs
 from support.waiting import wait_for
 
 from hpc.base.errors import UserError
-from hpc.base.files import sha256_of
 from hpc.base.kernel import ENDING_SIGNALS
 from hpc.run.events.history import History
 from hpc.run.events.kinds import Refused
 from hpc.run.rundir import RunDir
 from hpc.run.spec import Recovery, Resources, RunSpec
-from hpc.slurm.executor import SlurmExecutor, agent_command, last_resort, sbatch_parameters, setup, start_local
-from hpc.submissions.user_code.code_copy import copy_packages, damaged_packages
+from hpc.slurm.executor import SlurmExecutor, last_resort, sbatch_parameters, setup, start_local
+from hpc.submissions.user_code.code_copy import copy_packages, has_damaged_packages
 
 
 @pytest.fixture(autouse=True)
@@ -117,37 +116,25 @@ def test_job_with_damaged_packages_ends_and_says_so(tmp_path: Path) -> None:
     def begin() -> "subprocess.CompletedProcess[str]":
         return subprocess.run(["bash", "-c", start], env=job, capture_output=True, text=True, check=False)
 
-    assert (begin().returncode, damaged_packages(run)) == (0, [])
+    assert (begin().returncode, has_damaged_packages(run)) == (0, False)
     run.packages.write_bytes(b"")
     done = begin()
-    assert (done.returncode, damaged_packages(run)) == (1, ["packages.zip"])
+    assert (done.returncode, has_damaged_packages(run)) == (1, True)
     assert "torchrelay: start 2 of job 7" in done.stdout
     [refused] = History.load(run).of(Refused)
     assert (refused.job_id, refused.restart) == ("7", 2)
     assert refused.detail in done.stdout
     assert refused.detail.endswith("--new-code")
     run.package_checksums.write_text("")
-    assert (begin().returncode, damaged_packages(run)) == (1, ["SHA256SUMS"])
-
-
-def test_run_of_an_earlier_version_has_its_packages_as_files(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    file = tmp_path / "code/.torchrelay/jobs/agent.py"
-    file.parent.mkdir(parents=True)
-    file.write_text("")
-    run.package_checksums.write_text(f"{sha256_of(file)}  jobs/agent.py\n")
-    assert f"PYTHONPATH={tmp_path}/code/.torchrelay:" in agent_command(run)
-    assert damaged_packages(run) == []
-    file.write_text("damaged")
-    assert damaged_packages(run) == ["jobs/agent.py"]
+    assert (begin().returncode, has_damaged_packages(run)) == (1, True)
 
 
 @pytest.mark.parametrize("lines", ["after srun", "in --setup"])
 def test_signals_do_not_end_the_last_resort(tmp_path: Path, lines: str) -> None:
     """It gets all signals until it has ended by itself, with the exit code that it was to return."""
     run = RunDir(tmp_path)
-    run.code.mkdir(parents=True)
-    run.package_checksums.parent.symlink_to(ROOT)
+    run.packages.parent.mkdir(parents=True)
+    run.packages.symlink_to(ROOT)
     script = setup(run, Resources(setup=("exit 7",))) if lines == "in --setup" else ["(exit 7)", *last_resort(run)]
     job = {"JOB_ID": "7", "NTASKS": "1", "JOB_NUM_NODES": "1", "NODEID": "0", "PROCID": "0", "LOCALID": "0"}
     environment = {**os.environ, "SUBMITIT_EXECUTOR": "slurm", **{f"SLURM_{name}": job[name] for name in job}}

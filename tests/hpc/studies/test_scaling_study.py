@@ -72,9 +72,7 @@ def test_study_survives_its_controller(site: Site) -> None:
     assert (one["run"], one["state"], one["ranks"], one["batch_size"]) == ("small-1x1", "completed", 1, 16)
     assert (two["run"], two["state"], two["ranks"], two["batch_size"]) == ("small-2x1", "completed", 2, 32)
     for each in (one, two):
-        assert 0 < each["images"] <= 20 * 256
         assert each["images_per_second"] > 0
-        assert each["val_loss"] > 0
     assert (one["efficiency"], one["allreduce_wait_share"]) == (1.0, None)
     assert 0 <= two["allreduce_wait_share"] <= 1
     rows = json.loads(site.hpc("status", "small", "--json").stdout)

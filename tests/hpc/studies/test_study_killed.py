@@ -79,7 +79,7 @@ def test_three_starts_at_once(here: tuple[Site, dict[str, str]]) -> None:
     several = [subprocess.Popen(command, cwd=site.path, env={**os.environ, **environment}, **out) for _ in range(3)]
     errors = [one.communicate()[1] for one in several]
     assert sorted(one.returncode for one in several) == [0, 2, 2], errors
-    says = "pets exists already: type hpc sweep --name pets to continue it, or choose another --name"
+    says = "pets exists already: choose another --name, or type hpc sweep --name pets to continue it"
     assert [says in error for one, error in zip(several, errors, strict=True) if one.returncode == 2] == [True] * 2
     assert queued(site) == [FIRST[SWEEP]]
 

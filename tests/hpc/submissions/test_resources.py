@@ -62,23 +62,23 @@ def test_cluster_without_a_partition_to_use_is_told(
     ("asked", "message"),
     [
         (resources_of(nodes="7"), "--nodes is 7, but partition gpu has 6"),
-        (resources_of(nodes="3", gpus_per_node="8"), "--nodes is 3, but partition gpu has 2 with 8 or more GPUs"),
+        (resources_of(nodes="3", gpus_per_node="8"), "--nodes is 3, but partition gpu has 2 with --gpus-per-node 8"),
         (resources_of(nodes="3", partition="small"), "--nodes is 3, but partition small allows 2 per job"),
-        (resources_of(gpus_per_node="9"), "--gpus-per-node is 9, but partition gpu has 8 per node"),
+        (resources_of(gpus_per_node="9"), "--gpus-per-node is 9, but partition gpu has a100:4 or h100:8 per node"),
         (
             resources_of(gpus_per_node="4", partition="small"),
-            "has 2 per node: use --gpus-per-node 2 or fewer, or .* gpu",
+            "has 2 per node: use --gpus-per-node 2, or .* gpu",
         ),
-        (Resources(partition="cpu"), "has 0 per node: use --gpus-per-node 0 to train on CPUs, or .* gpu, old, small"),
+        (Resources(partition="cpu"), "has 0 per node: use --gpus-per-node 0, or .* gpu, old, small"),
         (
             resources_of(gpus_per_node="v100:2"),
-            "is v100:2, but partition gpu has a100:4, h100:8 per node: use one of these, or fewer$",
+            "is v100:2, but partition gpu has a100:4 or h100:8 per node: use --gpus-per-node a100:4 or h100:8$",
         ),
         (
             resources_of(gpus_per_node="a100:2", partition="small"),
-            "small has 2 without a type per node: use --gpus-per-node 2 or fewer, or one of the partitions gpu",
+            "small has 2 per node: use --gpus-per-node 2, or one of the partitions gpu",
         ),
-        (resources_of(nodes="3", gpus_per_node="h100:8"), "partition gpu has 2 with 8 or more h100 GPUs"),
+        (resources_of(nodes="3", gpus_per_node="h100:8"), "partition gpu has 2 with --gpus-per-node h100:8"),
         (resources_of(gpus_per_node="0", partition="cpu", cpus_per_gpu=9), "has 8 per rank .*use --cpus-per-gpu 8"),
         (
             Resources(partition="gpus"),
@@ -107,8 +107,8 @@ def test_pretended_nodes_share_the_cpus_and_know_no_types_of_gpus() -> None:
 @pytest.mark.parametrize(
     ("nodes", "spares", "message"),
     [
-        ("5", 2, "--nodes is 5 and --spares 2, but partition gpu has 6: use --spares 1 or fewer"),
-        ("7", 1, "--nodes is 7 and --spares 1, but partition gpu has 6: use --nodes 6 or fewer"),
+        ("5", 2, "--nodes is 5 and --spares 2, but partition gpu has 6: use 6 or fewer"),
+        ("7", 1, "--nodes is 7 and --spares 1, but partition gpu has 6: use 6 or fewer"),
     ],
 )
 def test_spares_are_nodes_too(nodes: str, spares: int, message: str, partitions: list[Partition]) -> None:

@@ -140,7 +140,7 @@ def test_testbed_prints_what_the_shell_script_prints(cluster: Site, monkeypatch:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--constraint=a100", "--runs-dir=new/runs"], r"Invalid feature specification$"),
+        (["--constraint=a100"], r"Invalid feature specification$"),
         (["--mem=640G", "--dry-run"], r".*Requested node configuration is not available"),
         (["--sbatch=foo=bar"], r"unrecognized option '--foo=bar'$"),
         (["--sbatch=mail-type"], r".*mail-type"),

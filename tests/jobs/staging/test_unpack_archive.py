@@ -15,7 +15,7 @@ import pytest
 from support.staging_nodes import contents, stage
 
 from hpc.base.errors import TorchrelayError
-from hpc.sources.archive import check, quick_names
+from hpc.sources.archive import check
 from hpc.sources.zstd import ZstdFile
 from jobs.staging.copy_progress import CopyProgress
 from jobs.staging.stager import Stager
@@ -220,17 +220,6 @@ def test_nothing_of_a_refused_archive_is_kept(tmp_path: Path, local: Path) -> No
         stage(archive, local)
     assert open_store(local).entries() == []
     assert [path.name for path in (local / f"torchrelay-{os.getuid()}").iterdir()] == ["locks"]
-
-
-def test_backslashes_of_a_zip_from_windows_separate_directories(tmp_path: Path) -> None:
-    entries = [zipfile.ZipInfo("flowers\\red\\"), zipfile.ZipInfo("flowers\\red\\0.png")]
-    for entry in entries:
-        entry.create_system = 0
-    archive, target = zip_of((entries[0], b""), (entries[1], b"x"))(tmp_path), tmp_path / "target"
-    assert quick_names(archive) == ["flowers/red/", "flowers/red/0.png"]
-    target.mkdir()
-    assert [file.name for file in unpack(archive, target, 10**6, lambda _: False)] == ["flowers/red/0.png"]
-    assert (target / "flowers" / "red" / "0.png").read_bytes() == b"x"
 
 
 @pytest.mark.parametrize("suffix", ["tar", "tar.gz", "tar.zst", "zip"])

@@ -79,9 +79,9 @@ def test_drill_that_needs_slurm(kind: Kind) -> None:
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     found = recorded_run(tmp_path / "r", cluster="local")
-    for directory in (found.train_metrics.parent, found.code):
+    for directory in (found.train_metrics.parent, found.packages.parent):
         directory.mkdir(parents=True)
-    found.package_checksums.parent.symlink_to(ROOT)
+    found.packages.symlink_to(ROOT)
     return found
 
 

@@ -29,7 +29,7 @@ def test_message_that_does_not_arrive_is_a_failure(tmp_path: Path) -> None:
     assert "hunter2" not in done.stdout + done.stderr
 
 
-def test_submission_names_the_recipients_before_the_queue(tmp_path: Path) -> None:
+def test_submission_checks_the_recipients_before_the_queue(tmp_path: Path) -> None:
     (tmp_path / "a.py").touch()
     write_recipients(tmp_path, hook="json://127.0.0.1:1/hunter2")
 
@@ -38,7 +38,7 @@ def test_submission_names_the_recipients_before_the_queue(tmp_path: Path) -> Non
         return hpc("submit", *local, cwd=tmp_path, XDG_CONFIG_HOME=str(tmp_path))
 
     done = submit("all")
-    assert (done.returncode, "hpc submit: notifies hook (JSON)" in done.stderr) == (0, True), done.stderr
+    assert done.returncode == 0, done.stderr
     refused = submit("slak")
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
     assert "use hook, or all" in refused.stderr

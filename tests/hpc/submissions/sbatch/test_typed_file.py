@@ -74,9 +74,9 @@ def test_run_starts_in_the_directory_of_the_batch_script_and_its_directory_stays
 
 
 FILES: dict[str, tuple[bytes, str]] = {
-    "empty": (b" \n\n", "empty is empty: give a batch script that sbatch accepts"),
-    "binary": (b"\x7fELF\0\0", "binary is not a text file: give a batch script"),
-    "latin": (b"#!/bin/bash\n# \xe9\npython train.py\n", "latin is not a text file"),
+    "empty": (b" \n\n", "empty does not begin with #!/bin/bash"),
+    "binary": (b"\x7fELF\0\0", "binary does not begin with #!/bin/bash"),
+    "latin": (b"#!/bin/bash\n# \xe9\npython train.py\n", "latin is not a text file: give a batch script"),
     "dos": (b"#!/bin/bash\r\npython train.py\r\n", "dos has DOS line breaks (CRLF), which sbatch refuses: type sed"),
     "python": (b"#!/usr/bin/env python3\nprint(1)\n", "python is a Python script: put -- before it: hpc submit --"),
     "tcsh": (b"#!/bin/tcsh\npython train.py\n", "tcsh is a script for tcsh: hpc submit reads Bash alone"),
@@ -97,7 +97,7 @@ def test_file_that_is_no_batch_script_of_a_training_is_refused_in_one_line(here:
     ("arguments", "expected"),
     [
         ("jop.sbatch", "there is no batch script jop.sbatch: did you mean job.sbatch?"),
-        (".", ". is a directory: give the path of a batch script"),
+        (".", ". is not a text file: give a batch script"),
         ("train.py", "put -- before train.py: -- train.py"),
         ("train.py --foo 1", "put -- before train.py: -- train.py --foo 1"),
         ("--nodes 2 train.py", "put -- before train.py: --nodes 2 -- train.py"),

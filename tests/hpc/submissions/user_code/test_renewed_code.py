@@ -129,7 +129,7 @@ def test_files_and_directories_may_change_places(here: Path, run: RunDir) -> Non
     assert not (run.code / "data/a.csv").is_symlink(), "git tracks it now"
 
 
-def test_code_of_an_earlier_version_loses_nothing(here: Path, run: RunDir) -> None:
+def test_code_without_a_record_loses_nothing(here: Path, run: RunDir) -> None:
     (run.packages.parent / "files.json").unlink()
     (run.code / "data").unlink()
     write(run.code, checkpoints__last_pt="50")

@@ -42,23 +42,19 @@ def test_copy_has_every_file_and_every_link_inside(venv: Path, tmp_path: Path) -
     copy = unpacked(pack(venv, tmp_path / "runs"), tmp_path)
     here, there = files(copy), files(venv)
     assert json.loads(here.pop("torchrelay-environment.json"))["links"][f"bin/{Path(BASE).name}"] == BASE
-    assert here.pop("bin/tool") != there.pop("bin/tool")
     assert here == there
     assert (copy / SITE / "relative").readlink() == Path("torch/large.bin")
     assert (copy / SITE / "absolute").readlink() == Path("torch")
     assert not os.path.lexists(copy / "bin" / Path(BASE).name)
 
 
-def test_byte_code_and_scripts_work_in_the_copy(venv: Path, tmp_path: Path) -> None:
+def test_byte_code_is_that_of_the_original(venv: Path, tmp_path: Path) -> None:
     copy = unpacked(pack(venv, tmp_path / "runs"), tmp_path)
     (copy / "bin" / Path(BASE).name).symlink_to(BASE)
     [code] = (copy / SITE / "torch" / "__pycache__").iterdir()
     before = code.stat()
     subprocess.run([copy / "bin" / "python", "-c", "import torch"], check=True)
     assert (code.stat().st_ino, code.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns), "not compiled again"
-    environment = {"PATH": f"{copy / 'bin'}:/usr/bin:/bin"}
-    output = subprocess.run(["tool", "a b"], env=environment, capture_output=True, text=True, check=True).stdout
-    assert output == f"{copy} ['a b']\n"
 
 
 def test_link_to_a_file_of_a_cache_is_packed_as_the_file(venv: Path, tmp_path: Path) -> None:
