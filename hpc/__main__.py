@@ -21,7 +21,7 @@ _START = {
 _RUNS = {
     "resume": "continue a run after hpc cancel or a failure, or train it longer",
     "fork": "start a new run from another run's newest checkpoint, with other flags",
-    "evaluate": "evaluate the model of a run, or an exported model, on any data",
+    "evaluate": "evaluate the model of a run on any data",
     "report": "write an HTML page about a run, or compare several",
     "sweep": "search for the best settings, with a run for each trial",
     "scaling": "run the same training on several numbers of nodes and compare the speed",

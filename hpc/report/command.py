@@ -11,9 +11,9 @@ from hpc.submissions.options import submit_flags
 def submit_command(spec: RunSpec, task: EvaluationTask | None = None) -> list[str]:
     """Return the words of a command that submits the run again, with all settings that differ from their defaults."""
     if task:
-        flags = [task.source, *([f"--checkpoint={task.checkpoint}"] if task.checkpoint else [])]
+        flags = [task.source, f"--checkpoint={task.checkpoint}"]
         # Do not name the evaluated run's own data: from data that --data names, `hpc evaluate` holds nothing out.
-        flags += [f"--data={spec.data}"] if spec.data and (task.other_data or task.checkpoint is None) else []
+        flags += [f"--data={spec.data}"] if spec.data and task.other_data else []
         flags += [] if task.split == "auto" else [f"--split={task.split}"]
         flags += [f"--cluster={spec.cluster}", *words_of(changed(values_of(spec.resources), Resources))]
         return ["python", "-m", "hpc.evaluate", *flags]

@@ -23,9 +23,9 @@ class EvaluationTask:
     """What a run of `hpc evaluate` evaluates. The directory of that run has a copy of the model."""
 
     source: str
-    """Run or exported file from which the model comes."""
-    checkpoint: str | None = None
-    """Which model of the run: `best`, `last` or a step. None for an exported file."""
+    """Run from which the model comes."""
+    checkpoint: str = "best"
+    """Which model of the run: `best`, `last` or a step."""
     step: int | None = None
     """Optimizer steps of the model's training; None if unknown."""
     epoch: int | None = None

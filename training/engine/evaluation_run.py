@@ -20,7 +20,7 @@ from training.config.train_config import TrainConfig
 from training.data.build import load_data
 from training.data.dataset import Data, ImageDataset, MemoryImages
 from training.engine.shared_data import check_same, loader_workers, shared_file_index, user_paths
-from training.evaluation.evaluated_model import EvaluatedModel, load_model
+from training.evaluation.evaluated_model import load_model
 from training.evaluation.evaluator import Evaluation, Evaluator
 from training.evaluation.validation import evaluate_and_log, numbers_of, tables_of
 from training.inference.model_card import ModelCard
@@ -47,7 +47,7 @@ class EvaluationRun:
         context.heartbeat.beat("start")
         self._split, data = open_data(context, group, task, self._model.card)
         with group.raise_on_all_ranks():
-            self._source = fitting(getattr(data, self._split), data, self._model)
+            self._source = fitting(getattr(data, self._split), data, self._model.card)
         self._evaluator = Evaluator(
             config=self._model.config,
             model=self._model.model,
@@ -136,19 +136,15 @@ def open_data(context: RunContext, group: ProcessGroup, task: EvaluationTask, ca
     return split, data
 
 
-def fitting(source: ImageDataset | MemoryImages, data: Data, model: EvaluatedModel) -> ImageDataset | MemoryImages:
+def fitting(source: ImageDataset | MemoryImages, data: Data, card: ModelCard) -> ImageDataset | MemoryImages:
     """Return the source with the model's class numbers as labels and, if images are read from files, the model's crop.
 
     Raises UserError if the model does not take images of this size or these channels, or does not know a class.
     """
-    card = model.card
-    channels, height, width = shape = (data.channels, *data.shape)
+    shape = (data.channels, *data.shape)
     wanted = " x ".join(map(str, card.image_shape))
-    if data.in_memory:
-        fits = shape == card.image_shape or (model.takes_any_size and channels in {1, card.image_shape[0]})
-    else:
-        fits = card.image_shape == (channels, height, width)
-    if not fits:
+    # The model's preprocessing scales images in memory, and repeats their only channel.
+    if shape != card.image_shape and not (data.in_memory and data.channels in {1, card.image_shape[0]}):
         has = " x ".join(map(str, shape)) if data.in_memory else "color images"
         raise UserError(f"--data has {has}, and the model takes images of {wanted} (channels x height x width)")
     labels = labels_of_model(source.labels, data.classes, card.classes)

@@ -1,10 +1,8 @@
-"""Loads a model to evaluate: weights, a checkpoint, or an exported file. Runs on every rank."""
+"""Loads a model to evaluate: weights, or a checkpoint. Runs on every rank."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -13,7 +11,6 @@ from torchrelay.saving.restoring import read_state
 from hpc.base.errors import UserError
 from hpc.run.rundir import MODEL_CARD, MODEL_WEIGHTS
 from training.config.train_config import TrainConfig
-from training.inference.exported_model import FORMATS, Classify, load_exported
 from training.inference.model_card import ModelCard, read_card
 from training.models.factory import Preprocess, build_model, first_line, per_channel
 from training.models.parallel import load_full_state_dict, place_model
@@ -31,23 +28,7 @@ class EvaluatedModel:
     config: TrainConfig
     """The flags, with the model's precision and strategy."""
     model: nn.Module
-    preprocess: Callable[[Tensor], Tensor]
-    takes_any_size: bool
-    """Whether images in memory may have another size than in the model's training."""
-
-
-class ExportedClassifier(nn.Module):
-    """An exported file as a model. It runs on the CPU in float32, as in the comparison at its export."""
-
-    def __init__(self, classify: Classify, device: torch.device) -> None:
-        super().__init__()
-        self._classify, self._device = classify, device
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Return log probabilities (float32 [n, classes], on `device`) of images (uint8 [n, *image_shape])."""
-        probabilities = self._classify(images.to("cpu").contiguous())
-        # float32 may have rounded a probability to zero; the loss must stay finite.
-        return probabilities.clamp_min(torch.finfo(torch.float32).tiny).log().to(self._device)
+    preprocess: Preprocess
 
 
 def load_model(directory: Path, config: TrainConfig, group: ProcessGroup) -> EvaluatedModel:
@@ -56,21 +37,13 @@ def load_model(directory: Path, config: TrainConfig, group: ProcessGroup) -> Eva
     Raises SharedError on all ranks, if a file is damaged, or a rank's node lacks a package.
     """
     with group.raise_on_all_ranks():
-        for kind in FORMATS.values():
-            for path in directory.glob(f"*{kind.suffix}"):
-                card, classify = load_exported(path, kind)
-                return EvaluatedModel(
-                    card=card,
-                    config=replace(_as_trained(config, card), amp="none", strategy="ddp"),
-                    model=ExportedClassifier(classify, group.device),
-                    preprocess=lambda images: images,
-                    takes_any_size=False,
-                )
         card = read_card((directory / MODEL_CARD).read_text(encoding="utf-8"), str(directory / MODEL_CARD))
         weights = _read_weights(directory)
         trained = card.config()
         same = {name: getattr(trained, name) for name in ("model", "head_hidden", "weights", "amp")}
-        built = replace(_as_trained(config, card), **same)
+        # The training's batch size limits evaluation batches and so affects the last bits.
+        batch_size = card.made_from.get("config", {}).get("batch_size", config.batch_size)
+        built = replace(config, batch_size=batch_size, **same)
         model = build_model(built, classes=len(card.classes), channels=card.channels, size=card.size)
     model = place_model(model, built, group)
     with group.raise_on_all_ranks():
@@ -82,12 +55,7 @@ def load_model(directory: Path, config: TrainConfig, group: ProcessGroup) -> Eva
         mean=per_channel(card.mean, group.device), std=per_channel(card.std, group.device),
         channels=card.channels, size=card.size, interpolation=card.interpolation,
     )  # fmt: skip
-    return EvaluatedModel(card=card, config=built, model=model, preprocess=preprocess, takes_any_size=True)
-
-
-def _as_trained(config: TrainConfig, card: ModelCard) -> TrainConfig:
-    """Return the flags with the training's batch size, which limits evaluation batches and so affects the last bits."""
-    return replace(config, batch_size=card.made_from.get("config", {}).get("batch_size", config.batch_size))
+    return EvaluatedModel(card=card, config=built, model=model, preprocess=preprocess)
 
 
 def _read_weights(directory: Path) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""`hpc evaluate`: submit a run that evaluates the model of another run, or an exported file. Login node.
+"""`hpc evaluate`: submit a run that evaluates the model of another run. Login node.
 
 The evaluation is a run of its own: it is staged, started, interrupted and continued like a training, and commands such
 as `hpc status` accept it. It has hard links to the other run's model, so the other run may continue or be removed
@@ -30,14 +30,13 @@ from hpc.run.spec import RunSpec, program_of
 from hpc.sources.source_files import is_archive
 from hpc.submissions.answer import show
 from hpc.submissions.new_run import NewRun, start_run
-from hpc.submissions.options import SubmitOptions, with_defaults
+from hpc.submissions.options import SubmitOptions
 from hpc.submissions.sbatch.sbatch_advice import explain
 from training.config.classifier_program import ClassifierFlags
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.evaluation_task import EvaluationTask, SplitChoice, choose_split
 from training.config.train_config import TrainConfig
 
-_EXPORTED = (".pt2", ".onnx")
 # Flags about how to get a node, which the evaluation takes from the other run. It has its own --nodes and --time.
 _SAME_SETTINGS = (
     "cluster", "gpus-per-node", "cpus-per-gpu", "mem", "partition", "account", "qos", "constraint", "exclude", "sbatch",
@@ -51,12 +50,11 @@ _TRIES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(SubmitOptions):
-    """Evaluate the model of a run, or an exported model. Each image counts exactly once on any number of ranks.
+    """Evaluate the model of a run. Each image counts exactly once on any number of ranks.
 
     For example:
       hpc evaluate first
       hpc evaluate first --checkpoint 1200 --data /shared/imagenet-v2 --gpus-per-node 4 --wait
-      hpc evaluate model.pt2 --data /shared/imagenet
 
     The evaluation is a run, too: hpc status, hpc logs and hpc report show it. It uses one node. Other resources that
     you do not give, such as --partition and --gpus-per-node, are those of the evaluated run.
@@ -67,7 +65,7 @@ class EvaluateOptions(SubmitOptions):
 
     program: Annotated[Any, INTERNAL] = None  # `evaluate` makes it
     run: Annotated[str, POSITIONAL]
-    """Directory or name of a run, which may still be running, or a file of hpc export."""
+    """Directory or name of a run, which may still be running."""
     checkpoint: Annotated[str, Flag(metavar="WHICH")] = "best"
     """Model to evaluate: best (by validation), last (the final model or newest checkpoint), or a checkpoint's step."""
     data: Annotated[str | None, Flag(metavar="PATH")] = None
@@ -82,19 +80,12 @@ class EvaluateOptions(SubmitOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """The run or file to evaluate."""
+    """The run to evaluate."""
 
-    path: Path
-    """The run's directory, or the exported file."""
-    spec: RunSpec | None
-    """The spec of the run; None for an exported file."""
-    trained: TrainConfig | None = None
-    """The flags of the training; None for an exported file."""
-
-    @property
-    def name(self) -> str:
-        """The name of the run, or of the file without its suffix."""
-        return self.path.name if self.spec else self.path.stem
+    run: RunDir
+    spec: RunSpec
+    trained: TrainConfig
+    """The flags of the training."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -113,25 +104,13 @@ def options_of(given: Mapping[str, Any]) -> EvaluateOptions:
     if "config" in given:
         raise UserError("--config is only for new trainings: give the flags instead")
     subject = find_subject(name, cli.runs_dir(given))
-    if subject.spec is None:
-        return program.build(EvaluateOptions, with_defaults(given, EvaluateOptions))
     settings = settings_of(subject.spec)
     own = {name: settings[name] for name in _SAME_SETTINGS}
-    return program.build(EvaluateOptions, {"runs-dir": subject.path.parent, **own, **given})
+    return program.build(EvaluateOptions, {"runs-dir": subject.run.path.parent, **own, **given})
 
 
 def find_subject(name: str, runs_dir: Path) -> Subject:
-    """Return the exported file or the run of this name.
-
-    Raises:
-        UserError: no file and no run has this name, or the run is an evaluation or a user's script.
-    """
-    path = Path(name).expanduser()
-    if path.suffix in _EXPORTED or path.is_file():
-        if path.suffix not in _EXPORTED or not path.is_file():
-            what = "is not an exported model" if path.is_file() else "does not exist"
-            raise UserError(f"{path} {what}: give a run, or a {' or '.join(_EXPORTED)} file of hpc export")
-        return Subject(path=path.absolute(), spec=None)
+    """Return the run of this name. Raises UserError if there is none, or it is an evaluation or a user's script."""
     run = cli.find_run(name, runs_dir)
     spec = RunSpec.load(run)
     if (task := EvaluationTask.load(run.model)) is not None:
@@ -142,7 +121,7 @@ def find_subject(name: str, runs_dir: Path) -> Subject:
             f"run {name} runs {program_of(spec.script)}, and only that script knows its model: evaluate it with your "
             "own script, hpc submit -- script.py"
         )
-    return Subject(path=run.path, spec=spec, trained=trained.train)
+    return Subject(run=run, spec=spec, trained=trained.train)
 
 
 def evaluate(options: EvaluateOptions) -> NewRun:
@@ -150,27 +129,24 @@ def evaluate(options: EvaluateOptions) -> NewRun:
     need_classifier("an evaluation")
     subject = find_subject(options.run, options.runs_dir)
     task = EvaluationTask(
-        source=str(subject.path), checkpoint=options.checkpoint if subject.spec else None, split=options.split,
+        source=str(subject.run.path), checkpoint=options.checkpoint, split=options.split,
         other_data=options.data is not None,
     )  # fmt: skip
     train = _settings(options, subject)
     if not is_archive(Path(train.data)):
         choose_split(task, check_data(resolve_data(train.data)), train.val_split)
-    pack = subject.spec.pack if subject.spec and not task.other_data else None
+    pack = None if task.other_data else subject.spec.pack
     flags = ClassifierFlags(train=train, pack="off" if pack is None else "on", pack_size=pack)
     submission = replace(options, name=options.name or _free_name(options, subject), program=flags)
-    if subject.spec:
-        find_model(RunDir(subject.path), options.checkpoint)  # before the run directory is made, also in a dry run
-    return start_run(submission, partial(_give_model, subject, task))
+    find_model(subject.run, options.checkpoint)  # before the run directory is made, also in a dry run
+    return start_run(submission, partial(_give_model, subject.run, task))
 
 
 def _settings(options: EvaluateOptions, subject: Subject) -> TrainConfig:
-    trained = subject.trained
-    data = options.data or (subject.spec.data if subject.spec else None)
+    data = options.data or subject.spec.data
     if data is None:
-        what = "was trained on generated images" if trained else "is a file, which does not say where its data are"
-        raise UserError(f"{subject.path.name} {what}: use --data PATH")
-    same: dict[str, Any] = {name: getattr(trained, name) for name in _SAME_TRAINING} if trained else {}
+        raise UserError(f"{subject.run.name} was trained on generated images: use --data PATH")
+    same: dict[str, Any] = {name: getattr(subject.trained, name) for name in _SAME_TRAINING}
     if options.data is not None:
         same["val_split"] = 0.0  # the training has seen no image of other data
     ranks = options.resources.nodes.most * options.resources.ranks_per_node
@@ -182,7 +158,7 @@ def _settings(options: EvaluateOptions, subject: Subject) -> TrainConfig:
 
 def _free_name(options: EvaluateOptions, subject: Subject) -> str:
     """Return a name such as `evaluate-first-best`, with a number at its end if the name is taken."""
-    first = "-".join(["evaluate", subject.name, *([options.checkpoint] if subject.spec else [])])
+    first = f"evaluate-{subject.run.name}-{options.checkpoint}"
     names = chain([first], (f"{first}-{number}" for number in count(2)))
     return next(name for name in names if not os.path.lexists(options.runs_dir.expanduser() / name))
 
@@ -237,21 +213,15 @@ def _progress(directory: Path) -> dict[str, Any]:
     return {}
 
 
-def _give_model(subject: Subject, task: EvaluationTask, run: RunDir, spec: RunSpec) -> RunSpec:
+def _give_model(source: RunDir, task: EvaluationTask, run: RunDir, spec: RunSpec) -> RunSpec:
     """Put the model into the new run's directory. Returns the new run's spec with the evaluation.
 
     Raises:
         UserError: the model is damaged, or has gone meanwhile.
     """
-    if subject.spec is None:
-        run.model.mkdir()
-        shutil.copyfile(subject.path, run.model / subject.path.name)
-        task.save(run.model)
-        return spec
-    source = RunDir(subject.path)
     for _ in range(_TRIES):
         # The other run, if it trains, may replace or delete the model meanwhile: then it has a newer one.
-        for directory in find_model(source, task.checkpoint or "best"):
+        for directory in find_model(source, task.checkpoint):
             with suppress(FileNotFoundError):
                 link_files(directory, run.model)
                 if _is_whole(source, run):

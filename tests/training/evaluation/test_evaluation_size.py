@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 from support.trainings import Starter, load
-from torch import Tensor, nn
+from torch import Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms._presets import ImageClassification
 
@@ -26,7 +26,6 @@ from training.data.batch_schedule import BatchRequest
 from training.data.loader import ImageSource
 from training.data.transforms.crop import CenterCrop
 from training.engine.evaluation_run import fitting, open_data
-from training.evaluation.evaluated_model import EvaluatedModel
 from training.inference.model_card import ModelCard, read_card
 from training.inference.predict import PredictOptions, predict
 from training.models.factory import build_model
@@ -99,10 +98,7 @@ def test_another_evaluation_prepares_images_as_the_model_card_says(folder_data: 
     context = RunContext(config=TrainConfig(data=str(folder_data)), run_dir=RunDir(folder_data), attempt=1, started=0.0)
     _, data = open_data(context, group, EvaluationTask(source="run"), card)
     assert data.test is not None
-    model = EvaluatedModel(
-        card=card, config=context.config, model=nn.Identity(), preprocess=nn.Identity(), takes_any_size=True
-    )
-    assert torch.equal(look(fitting(data.test, data, model), None), look(trained.test, None))
+    assert torch.equal(look(fitting(data.test, data, card), None), look(trained.test, None))
 
 
 @pytest.mark.parametrize(("model", "size", "other"), [("small-cnn", 28, 32), ("vit_b_32", 32, 64), ("alexnet", 96, 32)])

@@ -1,9 +1,7 @@
-"""`hpc evaluate` without Slurm: the model of a run, a checkpoint and exported files, on one and on several ranks."""
+"""`hpc evaluate` without Slurm: the model of a run and a checkpoint, on one and on several ranks."""
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,19 +69,6 @@ def test_checkpoint_of_a_step_is_what_the_validation_after_that_step_saw(site: S
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["torch", "onnx"])
-def test_exported_file_counts_as_the_model_that_it_was_made_from(site: Site, source: Run, kind: str) -> None:
-    output = site.path / ("frozen.pt2" if kind == "torch" else "frozen.onnx")
-    command = [sys.executable, "-m", "training.inference.export", str(source.directory.path), f"--output={output}"]
-    subprocess.run([*command, f"--format={kind}"], check=True, capture_output=True)
-    flags = ("--cluster=local", "--nodes=1", "--gpus-per-node=2", "--cpus-per-gpu=1", "--data=data")
-    _, result = evaluate(site, str(output), *flags, f"--name=frozen-{kind}")
-    trained = json.loads(source.directory.final_result.read_text())
-    assert (result["test_correct"], result["test_total"]) == (trained["test_correct"], trained["test_total"])
-    assert result["test_loss"] == pytest.approx(trained["test_loss"], abs=1e-4)
-
-
-@pytest.mark.slow
 def test_shards_of_a_checkpoint_are_evaluated_on_images_of_some_of_the_classes(site: Site) -> None:
     """A checkpoint that two ranks have written (FSDP), on three ranks, on data without a test set."""
     make_folder(site.path / "folder")
@@ -110,7 +95,6 @@ def test_shards_of_a_checkpoint_are_evaluated_on_images_of_some_of_the_classes(s
         (("source", "--checkpoint=newest"), "--checkpoint is 'newest': use best, last, or the step of a checkpoint"),
         (("source", "--checkpoint=99"), "run source has no checkpoint of step 99: it has 8"),
         (("source", "--data=nowhere"), "nowhere, which does not exist"),
-        (("gone.pt2",), "gone.pt2 does not exist: give a run, or a .pt2 or .onnx file of hpc export"),
     ],
 )
 def test_wrong_command_lines_of_an_evaluation(site: Site, source: Run, arguments: tuple[str, ...], says: str) -> None:
