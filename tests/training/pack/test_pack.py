@@ -222,7 +222,8 @@ def test_two_packers_at_once_make_one_data_set(many: Path, tmp_path: Path) -> No
     said = "".join(process.communicate()[0] for process in both)
     assert codes in ([0, 0], [0, 1]), said
     assert "Traceback" not in said
-    assert pack(tmp_path / "many", tmp_path / "packed", "--verify").endswith("files have their checksums\n")
+    pack(many, tmp_path / "alone")
+    assert content(tmp_path / "packed") == content(tmp_path / "alone")
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -274,11 +275,6 @@ def test_what_is_packed_stays_as_it_is_and_wrong_directories_are_refused(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "packed", "photos"]
     assert [path.name for path in full.iterdir()] == ["thesis.txt"]
     assert {path: path.stat().st_mtime_ns for path in packed.iterdir()} == before
-    with (packed / "test-pixels.npy").open("r+b") as file:
-        file.seek(5000)
-        file.write(b"\x00\x01\x02")
-    said = pack(photos, packed, "--verify", code=2)
-    assert f"error: {packed / 'test-pixels.npy'} does not have its checksum" in said
 
 
 def test_an_image_that_cannot_be_read_is_no_corrupt_one(photos: Path, tmp_path: Path) -> None:
