@@ -39,7 +39,7 @@ from training.evaluation.validation import Validator
 from training.models.compiled_code import kept_code
 from training.models.ema import Ema
 from training.models.factory import Preprocess, make_scaler
-from training.models.parallel import allreduce_seconds, gradient_bytes, place_model
+from training.models.parallel import allreduce_seconds, place_model
 from training.monitoring.run_logger import Console, JsonLines, RunLogger
 from training.runtime.determinism import Numerics
 from training.runtime.process_group import ProcessGroup
@@ -172,7 +172,6 @@ class Trainer:
             seconds=round(time.monotonic() - started, 3),
             restore_seconds=round(restore_seconds, 3),
             connect_seconds=round(self.group.connected_at - started, 3),
-            gradient_bytes=gradient_bytes(self.state.model, self.config),
         )
         self.logger.event(event)
         origin = f"resuming from {restored.source} {restored.path.name}" if restored else "starting"
