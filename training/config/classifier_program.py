@@ -111,7 +111,6 @@ class ClassifierFlags(_OfSubmission, ProgramFlags):
         weights = resolve_weights(train.model, train.weights) if train.weights else None
         train = replace(train, data=str(data or ""), weights=str(weights) if weights else train.weights)
         pack = data_checks.pack_size(self.pack, self.pack_size, train)
-        data_checks.check_data_on_device(train)
         return ResolvedProgram(
             program=replace(self, train=train).as_program(),
             name=train.model,

@@ -160,10 +160,6 @@ _CONFLICTS: tuple[tuple[Test, str], ...] = (
         "--loss bce cannot be combined with --class-weights: leave one out",
     ),
     (
-        lambda c: c.data_on_device == "on" and (c.auto_augment != "none" or c.color_jitter > 0 or c.crop == "resized"),
-        "--data-on-device on cannot be combined with --auto-augment, --color-jitter or --crop resized: leave one out",
-    ),
-    (
         lambda c: c.compile and c.sync_bn,
         "--compile cannot be combined with --sync-bn, which communicates inside the model: leave one out",
     ),

@@ -218,10 +218,10 @@ class TrainConfig(Adjustable):
     """Interpolation with which images are resized, in training and in evaluations."""
     val_split: float = 0.05
     """Part of the training set to hold out for validation if --data has no val/ directory."""
-    data_on_device: Literal["auto", "on", "off"] = "auto"
+    data_on_device: Literal["auto", "off"] = "auto"
     """Keep all images of IDX or CIFAR files in the memory of each rank's GPU, and augment them on the GPU.
-    - on: always; not possible with --auto-augment, --color-jitter or --crop resized
-    - auto: if it is possible, and the images take less than a tenth of the GPU's free memory
+    - auto: if they take less than a tenth of the GPU's free memory; not with --auto-augment, --color-jitter or --crop
+      resized
     - off: never
     """
 
