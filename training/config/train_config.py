@@ -18,7 +18,7 @@ from training.config import rules
 from training.config.model_names import SMALL_CNN
 
 Optimizer = Literal["sgd", "adamw", "adam"]
-LrScheduler = Literal["cosine", "step", "one-cycle", "plateau", "constant"]
+LrScheduler = Literal["cosine", "step", "plateau", "constant"]
 Interpolation = Literal["bilinear", "bicubic"]
 LrScaling = Literal["none", "sqrt", "linear"]
 SCALE_BATCH = 256
@@ -34,7 +34,7 @@ class Adjustable:
     """Image-classifier training (not with -- script.py): the flags that hpc resume may set.
 
     They change when the training ends and how it runs, but no step. hpc resume refuses --epochs with --lr-scheduler
-    cosine or one-cycle, whose learning rates depend on the number of epochs.
+    cosine, whose learning rates depend on the number of epochs.
     """
 
     TITLE = "image classifier"
@@ -129,7 +129,6 @@ class TrainConfig(Adjustable):
     """Learning rate after the warm-up.
     - cosine: falls to --min-lr along half a cosine
     - step: is multiplied by --lr-gamma at --lr-step-epochs
-    - one-cycle: rises from --lr/25 over --warmup-epochs (usually a third of --epochs), then falls to --lr/250000
     - plateau: is multiplied by --lr-gamma after --plateau-patience epochs without a lower validation loss
     - constant: stays at --lr
     """
