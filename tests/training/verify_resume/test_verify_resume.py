@@ -166,8 +166,6 @@ def test_a_different_state_or_history_is_found_and_named(two_runs: tuple[RunDir,
     [
         (["--cuts=0"], "error: --cuts is 0: use 1 or more"),
         (["--ranks=0"], "error: --ranks is 0: use 1 or more"),
-        (["--keep=."], "error: --keep is ., which exists: give a new directory"),
-        (["--keep=/dev/null/new"], "error: --keep is /dev/null/new, which cannot be made (Not a directory)"),
     ],
 )
 def test_a_mistake_is_reported_in_one_line(
