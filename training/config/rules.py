@@ -150,10 +150,6 @@ def _fraction(text: str) -> Fraction:
 # A test that is true for conflicting flags, and the message: the reason, and what to use.
 _CONFLICTS: tuple[tuple[Test, str], ...] = (
     (lambda c: not (c.data or c.synthetic), f"--data is missing: give a directory, {NAMED_DATA}, or use --synthetic"),
-    (
-        lambda c: c.head_hidden > 0 and c.model.startswith("squeezenet"),
-        "--head-hidden cannot be combined with SqueezeNets, which end with a convolution: use 0, or another --model",
-    ),
     (lambda c: c.freeze_backbone and c.weights is None, "--freeze-backbone needs pretrained weights: give --weights"),
     (
         lambda c: c.loss == "bce" and c.class_weights != "none",

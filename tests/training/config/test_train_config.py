@@ -54,7 +54,6 @@ def test_a_value_that_cannot_work_is_refused_with_its_flag_and_what_to_use(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"head_hidden": 8, "model": "squeezenet1_1"}, "--head-hidden cannot be combined with SqueezeNets"),
         ({"loss": "bce", "class_weights": "balanced"}, "--loss bce cannot be combined with --class-weights"),
     ],
 )
