@@ -191,7 +191,6 @@ _EFFECTS: tuple[tuple[str, Test, str], ...] = (
     ("crop_scale", lambda c: c.crop in {"auto", "resized"}, "it applies to --crop resized"),
     ("auto_augment_interpolation", lambda c: c.auto_augment != "none", "--auto-augment is none"),
     ("randaugment_magnitude", lambda c: c.auto_augment == "randaugment", "it applies to --auto-augment randaugment"),
-    ("fsdp_sharding", lambda c: c.strategy == "fsdp", "it applies to --strategy fsdp"),
     ("sync_bn", lambda c: c.model != SMALL_CNN, f"{SMALL_CNN} has no batch normalization"),
 )
 

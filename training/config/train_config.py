@@ -152,11 +152,6 @@ class TrainConfig(Adjustable):
     - ddp: each rank holds the whole model
     - fsdp: each rank holds a shard of the model (FSDP2), for models that are too large for one GPU
     """
-    fsdp_sharding: Literal["full", "hybrid"] = "full"
-    """How --strategy fsdp shards the model.
-    - full: over all ranks
-    - hybrid: within each node (HSDP), which needs more memory per GPU and less traffic between nodes
-    """
     compile: bool = False
     """Compile the model with torch.compile. It takes about a minute at the first start; later ones reuse the code."""
     compress_gradients: Literal["none", "bf16"] = "none"
