@@ -18,13 +18,13 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 
 from hpc.base import program
 from hpc.base.errors import TorchrelayError, UserError
-from hpc.base.files import fsync_directory, write_atomic, write_json
+from hpc.base.files import fsync_directory, write_atomic
 from hpc.base.flags import Flag
 from hpc.base.text import visible
 from hpc.run.nodedir import open_lock, try_lock
@@ -35,8 +35,7 @@ from training.data.worker_process import die_with_parent
 from training.pack.split_writer import CHANNELS, SplitWriter, has_records, pack_splits
 
 _LOCK = ".lock"
-_PLAN = ".plan.json"
-_CHANGES = {"size": "another --size", "images": "other images in SRC"}
+_PLAN = ".plan"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,25 +74,22 @@ def main() -> int:
     return 0
 
 
-def _identity(index: PackIndex) -> dict[str, Any]:
-    """Return what identifies a packed data set: the size, and a hash of the classes, labels and names of the images."""
+def _identity(index: PackIndex) -> str:
+    """Return what identifies a packed data set: a hash of the size, and of the classes, labels and names of images."""
     tables = {part.name: [part.labels.sha256, part.names.sha256] for part in index.parts}
-    images = json.dumps([index.classes, tables]).encode()
-    return {"size": index.size, "images": hashlib.sha256(images).hexdigest()}
+    return hashlib.sha256(json.dumps([index.size, index.classes, tables]).encode()).hexdigest()
 
 
 def _check_resumable(directory: Path, index: PackIndex) -> None:
     """Check that a directory was begun for the images and size of `index`. If no image is packed yet, record both."""
-    path, identity = directory / _PLAN, _identity(index)
+    plan, identity = directory / _PLAN, _identity(index)
     if not has_records(directory):
-        write_json(path, identity)
-        return
-    try:
-        begun = json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError):
-        begun = {}
-    if changed := ", ".join(words for name, words in _CHANGES.items() if begun.get(name) != identity[name]):
-        raise UserError(f"{directory} was begun with {changed}: use the same, or start over: rm -r '{directory}'")
+        write_atomic(plan, identity)
+    elif not plan.exists() or plan.read_text() != identity:
+        raise UserError(
+            f"{directory} was begun with other images in SRC, or with another --size: use the same, or start over: "
+            f"rm -r '{directory}'"
+        )
 
 
 def _npy(array: np.ndarray) -> bytes:

@@ -185,10 +185,11 @@ def test_a_resumed_packer_decodes_what_has_no_record_or_has_changed_and_notices_
     directory = half_packed(many, tmp_path)
     shutil.copy(many / "class 0" / "000.jpg", many / "class 0" / "a new one.jpg")
     said = pack(many, tmp_path / "packed", code=2)
-    assert f"{directory} was begun with other images in SRC: use the same, or start over: rm -r '{directory}'" in said
+    refused = f"{directory} was begun with other images in SRC, or with another --size: use the same, or start over: "
+    assert f"{refused}rm -r '{directory}'" in said
     (many / "class 0" / "a new one.jpg").unlink()
     said = pack(many, tmp_path / "packed", "--size", "128", code=2)
-    assert f"{directory} was begun with another --size" in said
+    assert refused in said
     pixels = np.load(directory / "train-pixels.npy", mmap_mode="r+")
     pixels[1], pixels[-1] = 1, 1
     Image.new("RGB", (300, 300), (255, 0, 0)).save(many / "class 0" / "000.jpg", quality=100)
