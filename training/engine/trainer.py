@@ -249,20 +249,16 @@ class Trainer:
         is_rank_zero = self.group.is_rank_zero
         steps_left = self.schedule.total_steps - self.state.progress.step
         snapshot_due = is_rank_zero and self.saver.snapshot_is_due(self.stop_consensus.interval)
-        agreed = self.stop_consensus.exchange(
+        return self.stop_consensus.exchange(
             StepFlags(
                 signal=signals.received(),
                 save=int(is_rank_zero and self.saver.writer.checkpoint_is_due),
                 snapshot=int(snapshot_due),
-                corrupt_images=int(bool(self.corrupt_images.unshared)),
                 end=int(is_rank_zero and self.early_stopping.out_of_time),
             ),
             # A snapshot is then late by at most a quarter of its interval, and ranks agree on a stop before the end.
             max_interval=min(self.saver.snapshots.steps or math.inf, steps_left) / 4,
         )
-        if agreed.corrupt_images:
-            self.corrupt_images.share()
-        return agreed
 
     def save(self) -> None:
         """Start to write a checkpoint, unless this step has one. If the loss is not finite, none is written."""
