@@ -86,7 +86,7 @@ def _load_in_memory(
     means = tuple(mean.tolist())
     channels, height, width = images.shape[1:]
     held_out, kept = _hold_out(config, len(labels))
-    augmentation = make_augmentation(config, layout.kind, (channels, height, width), means)
+    augmentation = make_augmentation(config, layout.kind, means)
     train = MemoryImages(images=images[kept], labels=labels[kept], title="the training set", augmentation=augmentation)
     val = MemoryImages(images=images[held_out], labels=labels[held_out], title="the validation set")
     test = MemoryImages(images=tested[0], labels=tested[1], title="the test set") if tested else None
@@ -114,7 +114,7 @@ def _split(config: TrainConfig, layout: DataLayout, parts: dict[str, ImageDatase
         val, train = train.part(held_out) if len(held_out) else None, train.part(kept)
     size = train.size
     val, test = (part and replace(part, size=config.eval_image_size or size) for part in (val, test))
-    augmentation = make_augmentation(config, layout.kind, (3, size, size), _IMAGENET_MEAN)
+    augmentation = make_augmentation(config, layout.kind, _IMAGENET_MEAN)
     return Data(
         train=replace(train, augmentation=augmentation),
         val=val,
