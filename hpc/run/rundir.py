@@ -67,6 +67,8 @@ class RunDir:
     """Durable checkpoints, one directory per step, visible only when complete."""
     index = SubPath("index.npz")
     """The list of the files of an image folder, so that later attempts need not list them again."""
+    compiled = SubPath("compiled")
+    """The code that torch.compile has made: a directory for each software and hardware."""
     diverged = SubPath("diverged.json")
     """The first step whose loss is not finite, and the images of that step."""
     model = SubPath("model")

@@ -153,7 +153,7 @@ class TrainConfig(Adjustable):
     - fsdp: each rank holds a shard of the model (FSDP2), for models that are too large for one GPU
     """
     compile: bool = False
-    """Compile the model with torch.compile. It takes about a minute at the first start on a node."""
+    """Compile the model with torch.compile. It takes about a minute at the first start; later ones reuse the code."""
     compress_gradients: Literal["none", "bf16"] = "none"
     """Round gradients to bfloat16 (bf16) for the all-reduce, which halves the traffic."""
     deterministic: Literal["off", "warn", "error"] = "warn"

@@ -7,6 +7,7 @@ is repeated.
 import math
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,9 +36,10 @@ from training.engine.step import Stepper
 from training.engine.step_timer import StepTimer
 from training.evaluation.evaluator import Evaluator
 from training.evaluation.validation import Validator
+from training.models.compiled_code import kept_code
 from training.models.ema import Ema
 from training.models.factory import Preprocess, make_scaler
-from training.models.parallel import allreduce_seconds, keep_compiled_code, place_model
+from training.models.parallel import allreduce_seconds, place_model
 from training.monitoring.run_logger import Console, JsonLines, RunLogger
 from training.runtime.determinism import Numerics
 from training.runtime.process_group import ProcessGroup
@@ -118,9 +120,8 @@ class Trainer:
 
     def run(self) -> None:
         """Train to the end, or until all ranks agree to stop. The last step is saved in both cases."""
-        if self.config.compile:
-            keep_compiled_code(self.context.node_dir)
-        self.stepper.warm_up(self.data.channels, self.data.size)
+        with kept_code(self.context, self.group) if self.config.compile else nullcontext():
+            self.stepper.warm_up(self.data.channels, self.data.size)
         self.resume()
         try:
             try:

@@ -3,7 +3,6 @@
 Neither DDP, the compiler nor FSDP changes the names of the model's tensors or its evaluations.
 """
 
-import os
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -13,13 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from hpc.run.nodedir import NodeDir
 from training.config.train_config import TrainConfig
 from training.models.blocks import checkpoint_activations
 from training.runtime.compat import (
     BatchNorm,
     configure_compiler,
-    default_compiler_directory,
     is_compiler_error,
     measure_allreduce,
     measured_allreduce,
@@ -33,7 +30,6 @@ if TYPE_CHECKING:
 _MEASURED_EVERY = 100
 # The shapes of batches differ between numbers of ranks and micro-batches: torch's default limit is too low.
 _MAX_SHAPES = 64
-_COMPILER_DIRECTORY = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def place_model(model: nn.Module, config: TrainConfig, group: ProcessGroup) -> nn.Module:
@@ -139,18 +135,6 @@ def load_full_state_dict(
         missing.discard(name)
     if strict and missing:
         raise RuntimeError(f"{len(missing)} tensors of the model are missing, such as {min(missing)}")
-
-
-def keep_compiled_code(node_dir: NodeDir | None) -> None:
-    """Let torch keep what it compiles in the run's directory on this node, for later starts of the ranks.
-
-    It changes nothing if the user has chosen torch's directory.
-    """
-    if node_dir is None or os.environ.get(_COMPILER_DIRECTORY) not in {None, default_compiler_directory()}:
-        return
-    # /dev/shm may be mounted noexec: torch could not load what it has compiled there.
-    if not os.statvfs(node_dir.path).f_flag & os.ST_NOEXEC:
-        os.environ[_COMPILER_DIRECTORY] = str(node_dir.compiled)
 
 
 def compile_training(model: nn.Module, cores: int, *, repeatable: bool = True) -> None:

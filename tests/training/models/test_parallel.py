@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.trainings import Starter, needs_compiler, trainer_with
+from support.trainings import needs_compiler, trainer_with
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
@@ -89,28 +89,6 @@ def test_a_compiled_model_has_the_same_names_and_gradients_and_is_evaluated_as_b
     assert counters["frames"]["ok"] == 1
     torch.testing.assert_close(model[0].weight.grad, expected)
     assert list(model.state_dict()) == names
-
-
-def libraries(directory: Path) -> dict[str, int]:
-    """When each library below a directory was made."""
-    return {str(path.relative_to(directory)): path.stat().st_mtime_ns for path in sorted(directory.rglob("*.so"))}
-
-
-@pytest.mark.slow
-@needs_compiler
-def test_a_later_start_on_the_node_compiles_nothing(
-    start: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    node = tmp_path / "node"
-    node.mkdir()
-    flags = ("--compile", "--model=small-cnn", "--epochs=2", "--batch-size=64", "--log-every=1", f"--node-dir={node}")
-    cut = start(*flags)
-    cut.wait_for_step(2)
-    cut.kill()
-    made = libraries(node / "compiled")
-    start.complete(*flags)
-    assert libraries(node / "compiled") == made != {}
 
 
 @pytest.mark.usefixtures("empty_cache")
