@@ -152,6 +152,10 @@ _CONFLICTS: tuple[tuple[Test, str], ...] = (
     (lambda c: not (c.data or c.synthetic), f"--data is missing: give a directory, {NAMED_DATA}, or use --synthetic"),
     (lambda c: c.freeze_backbone and c.weights is None, "--freeze-backbone needs pretrained weights: give --weights"),
     (
+        lambda c: c.loss == "bce" and c.class_weights != "none",
+        "--loss bce cannot be combined with --class-weights: leave one out",
+    ),
+    (
         lambda c: c.compile and c.sync_bn,
         "--compile cannot be combined with --sync-bn, which communicates inside the model: leave one out",
     ),

@@ -111,6 +111,11 @@ class TrainConfig(Adjustable):
     layer_decay: float = 1.0
     """Multiply a layer's learning rate by this factor for each block between the layer and the classification head,
     such as 0.75 for fine-tuning (Clark et al., 2020; Bao et al., 2021). 1: all layers have the same learning rate."""
+    loss: Literal["cross-entropy", "bce"] = "cross-entropy"
+    """Training loss.
+    - cross-entropy: cross entropy of the softmax over all classes
+    - bce: mean of each class's binary cross entropy; a mixed image counts for both its classes (Wightman et al., 2021)
+    """
     class_weights: Literal["none", "balanced"] = "none"
     """Weights of the classes in the loss.
     - none: all classes have the same weight

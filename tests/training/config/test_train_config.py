@@ -51,9 +51,15 @@ def test_a_value_that_cannot_work_is_refused_with_its_flag_and_what_to_use(
     assert str(raised.value) == message
 
 
-def test_flags_that_do_not_go_together_are_refused() -> None:
-    with pytest.raises(UserError, match="--compile cannot be combined with --sync-bn"):
-        TrainConfig(data="x", compile=True, sync_bn=True)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"loss": "bce", "class_weights": "balanced"}, "--loss bce cannot be combined with --class-weights"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        TrainConfig(data="x", **settings)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The loss is what its formula says."""
+"""The losses are what their formulas say."""
 
 from pathlib import Path
 
@@ -22,9 +22,27 @@ def loss_of(targets: Tensor, labels: Tensor = LABELS, **settings: object) -> flo
     return float(Loss(TrainConfig(data="x", **settings), labels, 3, CPU)(LOGITS, targets))  # type: ignore[arg-type]
 
 
+def binary(targets: list[list[float]]) -> float:
+    """Each class by itself: -t log p - (1 - t) log (1 - p)."""
+    wanted, found = torch.tensor(targets), LOGITS.sigmoid()
+    return float((-wanted * found.log() - (1 - wanted) * (1 - found).log()).mean(1).sum())
+
+
 def test_the_default_is_the_cross_entropy_bit_by_bit() -> None:
     found = Loss(TrainConfig(data="x", label_smoothing=0.1), LABELS, 3, CPU)(LOGITS, LABELS)
     assert torch.equal(found, functional.cross_entropy(LOGITS, LABELS, reduction="sum", label_smoothing=0.1))
+
+
+def test_binary_cross_entropy_asks_for_each_class() -> None:
+    assert loss_of(LABELS, loss="bce") == pytest.approx(binary([[1, 0, 0], [0, 0, 1]]))
+    smoothed = binary([[0.8, 0.1, 0.1], [0.1, 0.1, 0.8]])
+    assert loss_of(LABELS, loss="bce", label_smoothing=0.3) == pytest.approx(smoothed)
+
+
+@pytest.mark.parametrize(("share", "targets"), [(0.7, [[1, 0, 1], [1, 0, 1]]), (0.9, [[1, 0, 0], [0, 0, 1]])])
+def test_a_mixed_image_is_of_both_classes_if_they_show(share: float, targets: list[list[float]]) -> None:
+    mixed = mix_labels(Mixup(lam=share, box=None), LABELS, 3)
+    assert loss_of(mixed, loss="bce") == pytest.approx(binary(targets))
 
 
 def test_balanced_weights_give_each_class_the_same_part_of_the_loss() -> None:

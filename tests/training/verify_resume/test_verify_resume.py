@@ -33,7 +33,7 @@ PHOTOS = {"image_size": 32, "batch_size": 8, "epochs": 3}
                          **SNAPSHOTS}),
         slow("idx_data", 3, {"strategy": "fsdp", "amp": "bf16", "grad_accum_steps": 2, "clip_grad_norm": 0.5,
                              "optimizer": "adamw", "lr": 0.002, "layer_decay": 0.75, **SNAPSHOTS}),
-        slow("idx_data", 1, {"amp": "fp16", "clip_grad_norm": 1.0, "ema_decay": 0.9, "mixup": 0.2}),
+        slow("idx_data", 1, {"amp": "fp16", "clip_grad_norm": 1.0, "ema_decay": 0.9, "mixup": 0.2, "loss": "bce"}),
         slow("idx_data", 2, {"amp": "bf16", "mixup": 0.4, "cutmix": 1.0, "optimizer": "adamw", "lr": 0.002,
                              "momentum": 0.9, "layer_decay": 0.75, "min_lr": 0.0001}),
         slow("idx_data", 2, {**SMALL_NORM, "ema_decay": 0.99, "batch_size": 20, **SNAPSHOTS}),
