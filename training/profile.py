@@ -116,7 +116,7 @@ def profile(options: ProfileOptions) -> None:
 
     Raises UserError if a flag or the data is wrong, or TorchrelayError if the training failed.
     """
-    config = replace(options.train, epochs=_EPOCHS)
+    config = replace(options.train, epochs=_EPOCHS, initial_image_size=None)
     configure(config)
     group = connect(rank_info_from(os.environ))
     with tempfile.TemporaryDirectory(prefix="torchrelay-profile-") as directory:

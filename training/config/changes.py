@@ -68,6 +68,12 @@ def check_adjusted(before: TrainConfig, after: TrainConfig, begun: Begun, epoch:
     """
     fork = f"type hpc fork {begun.typed} --name NEW --epochs {after.epochs}"
     if after.epochs != before.epochs and epoch:
+        if before.initial_image_size is not None:
+            raise UserError(
+                f"--epochs is {after.epochs}, but with --initial-image-size the size of the images depends on it, and "
+                f"the steps so far are those of --epochs {before.epochs}: {fork}, which continues from the newest "
+                f"checkpoint with the sizes of {after.epochs} epochs"
+            )
         is_cosine = before.lr_scheduler == "cosine"
         if is_cosine or before.warmup_epochs > min(before.epochs, after.epochs):
             what = "--lr-scheduler cosine" if is_cosine else f"--warmup-epochs {before.warmup_epochs:g}"

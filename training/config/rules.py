@@ -98,7 +98,7 @@ _RANGES: dict[str, tuple[Test, str]] = {
         ("head_hidden", "max_corrupt_images", "warmup_epochs", "num_workers", "color_jitter"), _at_least(0)
     ),
     **dict.fromkeys(("plateau_patience", "early_stopping_patience"), _at_least(0, " epochs")),
-    **dict.fromkeys(("image_size", "eval_image_size"), _at_least(8, " pixels")),
+    **dict.fromkeys(("image_size", "initial_image_size", "eval_image_size"), _at_least(8, " pixels")),
     "model": (bool, f"{SMALL_CNN}, a torchvision model such as resnet50, or {TIMM}NAME"),
     "weights": (bool, "a file or a name"),
     "batch_size": _at_least(1, " (images of all ranks together)"),
@@ -150,6 +150,10 @@ def _fraction(text: str) -> Fraction:
 # A test that is true for conflicting flags, and the message: the reason, and what to use.
 _CONFLICTS: tuple[tuple[Test, str], ...] = (
     (lambda c: not (c.data or c.synthetic), f"--data is missing: give a directory, {NAMED_DATA}, or use --synthetic"),
+    (
+        lambda c: c.initial_image_size is not None and c.initial_image_size >= (c.image_size or math.inf),
+        "--initial-image-size must be smaller than --image-size: give a smaller one, or leave it out",
+    ),
     (lambda c: c.freeze_backbone and c.weights is None, "--freeze-backbone needs pretrained weights: give --weights"),
     (
         lambda c: c.loss == "bce" and c.class_weights != "none",
@@ -195,6 +199,7 @@ _EFFECTS: tuple[tuple[str, Test, str], ...] = (
     ("crop_scale", lambda c: c.crop in {"auto", "resized"}, "it applies to --crop resized"),
     ("auto_augment_interpolation", lambda c: c.auto_augment != "none", "--auto-augment is none"),
     ("randaugment_magnitude", lambda c: c.auto_augment == "randaugment", "it applies to --auto-augment randaugment"),
+    ("initial_image_size", lambda c: c.epochs > 1, "the only epoch has images of --image-size"),
     ("sync_bn", lambda c: c.model != SMALL_CNN, f"{SMALL_CNN} has no batch normalization"),
 )
 

@@ -24,6 +24,8 @@ LrScaling = Literal["none", "sqrt", "linear"]
 SCALE_BATCH = 256
 """Batch size to which --lr applies with --lr-scaling."""
 _DEFAULT_BATCH = 512
+# The number of parts of a training in which images have one size.
+_PARTS = 5
 # For _DEFAULT_BATCH images and more; docs/how-to/image-classifier.md has the measurements.
 _DEFAULT_LR: dict[Optimizer, float] = {"sgd": 0.15, "adamw": 0.001, "adam": 0.001}
 _SCALINGS: dict[LrScaling, Callable[[float], float]] = {"none": lambda _: 1.0, "sqrt": math.sqrt, "linear": float}
@@ -34,7 +36,7 @@ class Adjustable:
     """Image-classifier training (not with -- script.py): the flags that hpc resume may set.
 
     They change when the training ends and how it runs, but no step. hpc resume refuses --epochs with --lr-scheduler
-    cosine, whose learning rates depend on the number of epochs.
+    cosine, whose learning rates depend on the number of epochs, and with --initial-image-size.
     """
 
     TITLE = "image classifier"
@@ -203,6 +205,9 @@ class TrainConfig(Adjustable):
     """Random seed."""
     image_size: int | None = None
     """Side in pixels of the square images that the model is trained on. Default: chosen by the model and the data."""
+    initial_image_size: int | None = None
+    """Side in pixels of the images in the first fifth of the epochs, such as 128. It grows with each fifth, and is
+    --image-size in the last one (progressive resizing), so that the training takes less time. Default: --image-size."""
     eval_image_size: int | None = None
     """Side in pixels of the images in evaluations. A larger one often raises the accuracy. Default: --image-size."""
     eval_crop_pct: Annotated[str, Flag(metavar="PART")] = "0.875"
@@ -238,6 +243,23 @@ def highest_learning_rate(config: TrainConfig) -> float:
 def needs_compiler(train: TrainConfig) -> bool:
     """Return whether the trainer uses torch's compiler, or a part of torch that cannot do without it."""
     return train.compile or train.strategy == "fsdp" or train.checkpoint_activations
+
+
+def training_sizes(config: TrainConfig, size: int) -> list[int]:
+    """Return the sides of the training images in the fifths of the epochs. In the last fifth, it is `size`.
+
+    With --initial-image-size it grows, by multiples of 4 pixels: progressive resizing, as by Howard for DAWNBench
+    (2018).
+    """
+    first = size if config.initial_image_size is None else config.initial_image_size
+    growth = (size - first) / (_PARTS - 1)
+    return [*(min(size, first + round(growth * part / 4) * 4) for part in range(_PARTS - 1)), size]
+
+
+def size_in_epoch(config: TrainConfig, size: int, epoch: int) -> int:
+    """Return the side of the training images in an epoch, counted from 0. In the last epoch it is `size`."""
+    is_last = epoch >= config.epochs - 1
+    return training_sizes(config, size)[_PARTS - 1 if is_last else epoch * _PARTS // config.epochs]
 
 
 def samples_per_group(config: TrainConfig) -> int:

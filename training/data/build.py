@@ -18,7 +18,7 @@ from training.config.dataset_layout import DataLayout, image_roots
 from training.config.model_names import OWN_MODELS
 from training.config.packed_index import read_index
 from training.config.rules import parse_crop_pct
-from training.config.train_config import TrainConfig
+from training.config.train_config import TrainConfig, size_in_epoch
 from training.data.dataset import Data, ImageDataset, MemoryImages, SyntheticImages, open_part
 from training.data.file_index import build_index, deserialize
 from training.data.image_folder import FolderImages
@@ -116,7 +116,7 @@ def _split(config: TrainConfig, layout: DataLayout, parts: dict[str, ImageDatase
     val, test = (part and replace(part, size=config.eval_image_size or size) for part in (val, test))
     augmentation = make_augmentation(config, layout.kind, _IMAGENET_MEAN)
     return Data(
-        train=replace(train, augmentation=augmentation),
+        train=replace(train, augmentation=augmentation, size_in_epoch=partial(size_in_epoch, config, size)),
         val=val,
         test=test,
         classes=classes,

@@ -8,7 +8,7 @@ Runs on every rank and in its loader workers. A data set is indexed with a `Batc
 import os
 import socket
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -191,14 +191,17 @@ class ImageDataset:
     interpolation: Interpolation
     """Interpolation when the center crop of an evaluation is resized."""
     augmentation: Augmentation | None = None
+    size_in_epoch: Callable[[int], int] | None = None
+    """The side of the images in an epoch of the training. Default: `size`."""
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, request: BatchRequest) -> Batch:
-        """Return a request's images (uint8 [n, 3, size, size])."""
+        """Return a request's images (uint8 [n, 3, side, side])."""
         # Use interleaved channels, the fastest memory format for decoders and models.
-        images = torch.empty(len(request.indices), self.size, self.size, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
+        side = self._side(request.epoch)
+        images = torch.empty(len(request.indices), side, side, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
         shown = []
         corrupt = set[int]()
         for place, sample in enumerate(request.indices):
@@ -221,10 +224,13 @@ class ImageDataset:
 
     def crop(self, epoch: int | None, sample: int) -> Crop | CenterCrop:
         """Return what is shown of a sample in an epoch, or in an evaluation, which is None."""
-        size = self.size, self.size
         if epoch is None or self.augmentation is None:
-            return CenterCrop(size=size, crop_pct=self.crop_pct, interpolation=self.interpolation)
-        return self.augmentation.crop(epoch, sample, size)
+            return CenterCrop(size=(self.size, self.size), crop_pct=self.crop_pct, interpolation=self.interpolation)
+        side = self._side(epoch)
+        return self.augmentation.crop(epoch, sample, (side, side))
+
+    def _side(self, epoch: int | None) -> int:
+        return self.size if epoch is None or self.size_in_epoch is None else self.size_in_epoch(epoch)
 
     def _next_readable(self, epoch: int | None, sample: int, corrupt: set[int]) -> tuple[int, Tensor]:
         """Return the first readable sample from `sample` on, and its crop. Adds the skipped indices to `corrupt`."""

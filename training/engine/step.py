@@ -2,12 +2,14 @@
 
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from training.checkpoint.state import TrainState
+from training.config.train_config import size_in_epoch, training_sizes
 from training.data.batch_schedule import BatchSchedule, split_range
 from training.data.loader import Batch
 from training.data.transforms.mixup import Mixup, draw_mix, mix_images, mix_labels
@@ -43,6 +45,7 @@ class Stepper:
         self.loss = loss
         self.fault = context.fault
         self.heartbeat = context.heartbeat
+        self.size = preprocess.size
         self.lr_schedule = LrSchedule(context.config, schedule.steps_per_epoch)
         self.wrapped = wrap_for_training(state.model, self.config, group)
         self.unrepeatable: list[str] = []
@@ -59,17 +62,21 @@ class Stepper:
         set_train_mode(model)
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         images = min(2, self.schedule.batch_size // (self.group.world_size * self.config.grad_accum_steps))
-        if self.config.compile:
-            # Use the size of this rank's first micro-batch, since torch would compile again for another one.
+        if self.config.compile or self.config.initial_image_size is not None:
+            # Use the size of this rank's first micro-batch. torch would compile again for another one, and with
+            # --initial-image-size, a lack of memory for the largest images would show only in the last epochs.
             schedule, per_group = self.schedule, self.schedule.samples_per_group
             start, end = split_range(schedule.batch_size, self.group.rank, self.group.world_size, per_group)
             images = split_range(end - start, 0, self.config.grad_accum_steps, per_group)[1]
         blank = torch.zeros((images, channels, size, size), dtype=torch.uint8)
-        self.heartbeat.beat("start")
+        sides = training_sizes(self.config, self.size) if self.config.compile else [self.size]
         try:
-            with watch_operations() as self.unrepeatable, autocast(self.config, self.group.device):
-                logits = self.wrapped(self.preprocess(blank))
-                logits.float().sum().backward()
+            for side in sorted(set(sides), reverse=True):
+                self.heartbeat.beat("start")
+                self.preprocess = replace(self.preprocess, size=side)
+                with watch_operations() as self.unrepeatable, autocast(self.config, self.group.device):
+                    logits = self.wrapped(self.preprocess(blank))
+                    logits.float().sum().backward()
         except ValueError as error:
             # Batch normalization needs more than one value.
             raise SharedError(f"{self.config.model} cannot train on {images} images a rank ({error})") from error
@@ -103,6 +110,9 @@ class Stepper:
         if not state.model.training:
             set_train_mode(state.model)
         set_learning_rate(optimizer, self.lr_schedule.rate(progress))
+        size = size_in_epoch(config, self.size, progress.epoch)
+        if size != self.preprocess.size:
+            self.preprocess = replace(self.preprocess, size=size)
         mix = draw_mix(config, progress.step, self.preprocess.size)
         micro_batches = config.grad_accum_steps
         for index in range(micro_batches):

@@ -16,8 +16,9 @@ from torch.amp import GradScaler
 from torch.nn import functional
 
 from hpc.base.errors import UserError, need_package
+from hpc.base.text import flag
 from training.config.model_names import OWN_MODELS, SMALL_CNN, TIMM
-from training.config.train_config import Interpolation, TrainConfig
+from training.config.train_config import Interpolation, TrainConfig, training_sizes
 from training.runtime.counter_rng import Purpose, derive_key
 
 
@@ -127,7 +128,7 @@ def build_model(config: TrainConfig, *, classes: int, channels: int, size: int) 
         raise UserError(
             f"--image-size is {size}, which {config.model} does not take ({first_line(error)}): use another"
         ) from error
-    _check_evaluation_size(model, config, channels, size)
+    _check_other_sizes(model, config, channels, size)
     if config.head_hidden:
         add_hidden_layer(model, config.head_hidden)
     if config.freeze_backbone:
@@ -186,18 +187,27 @@ def _construct_timm(model: str, classes: int, size: int) -> nn.Module:
         raise ValueError(f"it takes {native} pixels") from error
 
 
-def _check_evaluation_size(model: nn.Module, config: TrainConfig, channels: int, size: int) -> None:
-    """Raise UserError if a model for images of `size` does not take those of evaluations."""
-    side = config.eval_image_size or size
-    if side == size:
-        return
-    try:
-        _try_forward(model, channels, side)
-    except _SIZE_ERRORS as error:
+def _check_other_sizes(model: nn.Module, config: TrainConfig, channels: int, size: int) -> None:
+    """Raise UserError if a model for images of `size` does not take those of earlier epochs or of evaluations."""
+    if config.initial_image_size is not None and config.initial_image_size >= size:
         raise UserError(
-            f"--eval-image-size is {side}, which {config.model} for {size} pixels does not take ({first_line(error)}): "
+            f"--initial-image-size is {config.initial_image_size}, but --image-size is {size}: use a smaller one, or "
             "leave it out"
-        ) from error
+        )
+    others = {
+        "initial_image_size": training_sizes(config, size),
+        "eval_image_size": [config.eval_image_size or size],
+    }
+    for name, sides in others.items():
+        for side in sorted({*sides} - {size}):
+            try:
+                _try_forward(model, channels, side)
+            except _SIZE_ERRORS as error:
+                images = "" if side == getattr(config, name) else f" and gives images of {side} pixels"
+                raise UserError(
+                    f"{flag(name)} is {getattr(config, name)}{images}, which {config.model} for {size} pixels does not "
+                    f"take ({first_line(error)}): leave it out"
+                ) from error
 
 
 @torch.no_grad()

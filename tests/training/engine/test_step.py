@@ -86,6 +86,25 @@ def test_mixed_precision_computes_in_it_and_keeps_weights_whole(
     assert {value.dtype for value in values if torch.is_tensor(value)} == {torch.float32}
 
 
+def test_images_grow_with_the_epochs_and_evaluations_have_the_last_size(
+    group: ProcessGroup, folder_data: Path, idx_data: Path, tmp_path: Path
+) -> None:
+    for data, mixup in ((idx_data, 0.0), (folder_data, 0.3)):
+        settings = {"model": "resnet20", "image_size": 24, "initial_image_size": 12, "epochs": 10, "mixup": mixup}
+        trainer = trainer_with(group, data, tmp_path / data.name, **settings)
+        sides = []
+        for epoch in range(10):
+            trainer.state.progress.epoch = epoch
+            with watched(trainer.state.model) as seen:
+                make_step(trainer, group)
+            sides += [images.shape[-1] for images, _ in seen]
+        assert sides == [12, 12, 16, 16, 20, 20, 20, 20, 24, 24]
+        with watched(trainer.state.model) as seen:
+            assert trainer.data.test is not None
+            trainer.validator.evaluator.evaluate(trainer.data.test, lambda: None)
+        assert {images.shape[-1] for images, _ in seen} == {24}
+
+
 def test_a_step_has_grad_accum_steps_micro_batches(group: ProcessGroup, idx_data: Path, tmp_path: Path) -> None:
     trainer = trainer_with(group, idx_data, tmp_path / "run", grad_accum_steps=3)
     with watched(trainer.state.model) as seen:

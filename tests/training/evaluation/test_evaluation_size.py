@@ -28,7 +28,7 @@ from training.data.transforms.crop import CenterCrop
 from training.engine.evaluation_run import fitting, open_data
 from training.inference.model_card import ModelCard, read_card
 from training.inference.predict import PredictOptions, predict
-from training.models.factory import build_model
+from training.models.factory import SmallResNet, build_model
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
 
@@ -107,3 +107,27 @@ def test_a_model_for_one_size_refuses_another(model: str, size: int, other: int)
     message = rf"--eval-image-size is {other}, which {model} for {size} pixels does not take \(.+\): leave it out"
     with torch.device("meta"), pytest.raises(UserError, match=message):
         build_model(config, classes=3, channels=3, size=size)
+
+
+def test_first_images_must_suit_the_model_and_be_smaller() -> None:
+    config = TrainConfig(data=".", image_size=28, initial_image_size=16)
+    with pytest.raises(UserError, match=r"--initial-image-size is 16, which small-cnn for 28 pixels does not take \("):
+        build_model(config, classes=3, channels=3, size=28)
+    config = TrainConfig(data=".", model="resnet20", initial_image_size=32)
+    with pytest.raises(UserError, match="--initial-image-size is 32, but --image-size is 32: use a smaller one"):
+        build_model(config, classes=3, channels=3, size=32)
+    with pytest.raises(UserError, match="--initial-image-size must be smaller than --image-size"):
+        TrainConfig(data=".", model="resnet20", image_size=32, initial_image_size=32)
+
+
+def test_the_images_of_all_epochs_must_suit_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(_model: nn.Module, images: torch.Tensor) -> torch.Tensor:
+        if images.shape[-1] % 8:
+            raise RuntimeError("sizes differ")
+        return images
+
+    monkeypatch.setattr(SmallResNet, "forward", forward)
+    config = TrainConfig(data=".", model="resnet20", image_size=48, initial_image_size=32)
+    message = "--initial-image-size is 32 and gives images of 36 pixels, which resnet20 for 48 pixels does not take"
+    with pytest.raises(UserError, match=message):
+        build_model(config, classes=3, channels=3, size=48)

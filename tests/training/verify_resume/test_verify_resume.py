@@ -51,6 +51,7 @@ PHOTOS = {"image_size": 32, "batch_size": 8, "epochs": 3}
                                "lr_scaling": "linear", "val_split": 0.0, "keep_checkpoints": 1, "seed": 7,
                                "warmup_epochs": 0.5, "decay_norm_and_bias": True, "batch_size": 25}),
         ("packed_data", 2, {**PHOTOS, "num_workers": 1}),
+        ("folder_data", 2, {**PHOTOS, "model": "resnet20", "initial_image_size": 16, "num_workers": 1, "cutmix": 1.0}),
         slow("packed_data", 1, {**PHOTOS, "auto_augment": "randaugment", "num_workers": 2, "mixup": 0.2,
                                 "repeated_augmentation": 4}),
         slow(None, 2, {"synthetic": True, "image_size": 8, "epochs": 1, "batch_size": 4, "checkpoint_every": "20"}),
