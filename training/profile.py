@@ -53,7 +53,7 @@ ADVICE = {
     "loading": ("making batches", "more cores and a larger --num-workers"),
     "copy": (
         "copying to the GPU",
-        "a smaller --image-size; for IDX and CIFAR files --data-on-device on",
+        "a smaller --image-size",
     ),
     "compute": (
         "the model",

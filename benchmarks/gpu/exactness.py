@@ -44,7 +44,7 @@ def same_images(data: str) -> bool:
     """Return whether images that were made on the device, and copies made ahead, are the CPU's in every bit."""
     size, same = 28, True
     for options in AUGMENTATIONS:
-        config = TrainConfig(data=data, val_split=0.0, image_size=size, data_on_device="on", **options)
+        config = TrainConfig(data=data, val_split=0.0, image_size=size, **options)
         opened = load_data(config, check_data(resolve_data(data)), size)
         moved = move_to_device(config, opened, device())
         requests = [

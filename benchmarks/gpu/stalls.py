@@ -109,7 +109,7 @@ def count_waits(steps: Iterator[object], count: int) -> set[str]:
 
 def batches_on_device(count: int) -> Row:
     """Measure how long batches of Fashion-MNIST take that the device itself makes; print the slowest operations."""
-    config = TrainConfig(data=data_directory(), data_on_device="on", flip="on", random_erasing=0.25, val_split=0.0)
+    config = TrainConfig(data=data_directory(), flip="on", random_erasing=0.25, val_split=0.0)
     layout = check_data(resolve_data(config.data))
     source = move_to_device(config, load_data(config, layout, _SIDE), device()).train
     requests = make_schedule(len(source), _BATCH, 10**6, config.seed).requests(0, 0, 0, 1)

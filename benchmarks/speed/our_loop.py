@@ -36,7 +36,7 @@ def our_config(case: Case, world_size: int, **flags: Any) -> TrainConfig:
     """Return the flags of this trainer for a case."""
     source = case.packed or case.folder
     return TrainConfig(
-        synthetic=not source, data=source, data_on_device="off" if source else "on",
+        synthetic=not source, data=source, data_on_device="off" if source else "auto",
         model=case.model, image_size=case.image_size, batch_size=case.batch_size * world_size, amp=case.amp,
         optimizer=case.optimizer, lr=LR, weight_decay=WEIGHT_DECAY, epochs=10**6, val_split=0.0,
         num_workers=case.workers if source else 0, **flags,

@@ -23,8 +23,6 @@ IDENTIFYING = (
 ADJUSTABLE = frozenset(field.name for field in fields(Adjustable))
 # `weights` affects only the start of a training. `synthetic` replaces the data, whose fingerprint is in a saved state.
 OF_THE_BEGINNING = frozenset({"weights", "synthetic"})
-# In these schedules every learning rate depends on the number of epochs.
-_PLANNED = frozenset({"cosine", "one-cycle"})
 
 
 def refuse_on_resume(names: Collection[str], run: str, best: Path) -> None:
@@ -76,9 +74,9 @@ def check_adjusted(before: TrainConfig, after: TrainConfig, begun: Begun, epoch:
                 f"the steps so far are those of --epochs {before.epochs}: {fork}, which continues from the newest "
                 f"checkpoint with the sizes of {after.epochs} epochs"
             )
-        depends = before.lr_scheduler in _PLANNED
-        if depends or before.warmup_epochs > min(before.epochs, after.epochs):
-            what = f"--lr-scheduler {before.lr_scheduler}" if depends else f"--warmup-epochs {before.warmup_epochs:g}"
+        is_cosine = before.lr_scheduler == "cosine"
+        if is_cosine or before.warmup_epochs > min(before.epochs, after.epochs):
+            what = "--lr-scheduler cosine" if is_cosine else f"--warmup-epochs {before.warmup_epochs:g}"
             raise UserError(
                 f"--epochs is {after.epochs}, but with {what} the learning rate of every step depends on it, and the "
                 f"steps so far are those of --epochs {before.epochs}: {fork}, which continues from the "

@@ -104,7 +104,6 @@ class ClassifierFlags(_OfSubmission, ProgramFlags):
         # The nodes may have another cache of weights than this machine, so they get a path.
         weights = resolve_weights(train.model, train.weights) if train.weights else None
         train = replace(train, data=str(data or ""), weights=str(weights) if weights else train.weights)
-        data_checks.check_data_on_device(train)
         return ResolvedProgram(
             program=replace(self, train=train).as_program(),
             name=train.model,

@@ -77,14 +77,3 @@ def _make_tree(root: Path, names: Sequence[str]) -> None:
         (root / directory).mkdir(parents=True, exist_ok=True)
     for path in (*images.values(), *others):
         (root / path).touch()
-
-
-def check_data_on_device(train: TrainConfig) -> None:
-    """Refuse --data-on-device for an image folder or packed data, whose images are cropped on the CPU."""
-    data = Path(train.data)
-    if train.data_on_device != "on" or train.synthetic or is_archive(data):
-        return
-    if check_data(data).kind in {"image-folder", "packed"}:
-        raise UserError(
-            f"--data-on-device is on, but the images of {data} are cropped on the CPU: use auto, or leave it out"
-        )

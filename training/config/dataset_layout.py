@@ -4,7 +4,7 @@ Runs on the login node and on every rank; imports no torch.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -54,35 +54,6 @@ def holds_image(directory: str, *, below: bool = False) -> bool:
             if below and not is_ignored(entry.name) and entry.is_dir():
                 inside.append(entry.path)
     return any(holds_image(path, below=True) for path in inside)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ListedDirectory:
-    """A directory and the images in it."""
-
-    path: str
-    """Path below the directory from which the search began."""
-    status: os.stat_result
-    """The directory's status before it was listed."""
-    images: tuple[str, ...]
-    """Sorted names of the images in it."""
-
-
-def list_images(root: Path, directory: str) -> Iterator[ListedDirectory]:
-    """Yield a directory below `root`, and all directories below it, sorted by name."""
-    status = (root / directory).stat()
-    images = []
-    inside = []
-    with os.scandir(root / directory) as entries:
-        for entry in entries:
-            # To ask whether a link leads to a file would take a call for each of, perhaps, a million links.
-            if is_image(entry.name) and not entry.is_dir(follow_symlinks=False):
-                images.append(entry.name)
-            elif not is_ignored(entry.name) and entry.is_dir():
-                inside.append(entry.name)
-    yield ListedDirectory(path=directory, status=status, images=tuple(sorted(images)))
-    for name in sorted(inside):
-        yield from list_images(root, f"{directory}/{name}")
 
 
 FASHION_MNIST = "fashion-mnist"

@@ -17,15 +17,7 @@ from hpc.base.files import sha256_of
 from hpc.base.text import did_you_mean
 
 SMALL_CNN = "small-cnn"
-OWN_MODELS = {
-    SMALL_CNN: "106,000 weights and no normalization: for small images on CPUs",
-    **{
-        f"resnet{depth}": f"the residual network of {depth} layers for small images (He et al., 2016)"
-        for depth in (20, 32, 44, 56, 110)
-    },
-}
-
-
+OWN_MODELS = (SMALL_CNN, *(f"resnet{depth}" for depth in (20, 32, 44, 56, 110)))
 TIMM = "timm:"
 """Prefix of --model for timm's models."""
 _REGISTERED = re.compile(

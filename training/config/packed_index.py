@@ -44,11 +44,6 @@ class PackedPart:
     names: PackedFile
     """File of the images' paths below `source`, bytes [images]."""
 
-    @property
-    def files(self) -> tuple[PackedFile, ...]:
-        """The three files of the part."""
-        return (self.labels, self.names, self.pixels)
-
 
 @dataclass(frozen=True, kw_only=True)
 class PackIndex:
@@ -70,7 +65,7 @@ class PackIndex:
     @property
     def files(self) -> Iterator[PackedFile]:
         """All files except the index."""
-        return (file for part in self.parts for file in part.files)
+        return (file for part in self.parts for file in (part.labels, part.names, part.pixels))
 
 
 def write_index(directory: Path, index: PackIndex) -> None:

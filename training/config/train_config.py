@@ -18,7 +18,7 @@ from training.config import rules
 from training.config.model_names import SMALL_CNN
 
 Optimizer = Literal["sgd", "adamw", "adam"]
-LrScheduler = Literal["cosine", "step", "one-cycle", "plateau", "constant"]
+LrScheduler = Literal["cosine", "step", "plateau", "constant"]
 Interpolation = Literal["bilinear", "bicubic"]
 LrScaling = Literal["none", "sqrt", "linear"]
 SCALE_BATCH = 256
@@ -36,7 +36,7 @@ class Adjustable:
     """Image-classifier training (not with -- script.py): the flags that hpc resume may set.
 
     They change when the training ends and how it runs, but no step. hpc resume refuses --epochs with --lr-scheduler
-    cosine or one-cycle, whose learning rates depend on the number of epochs, and with --initial-image-size.
+    cosine, whose learning rates depend on the number of epochs, and with --initial-image-size.
     """
 
     TITLE = "image classifier"
@@ -131,7 +131,6 @@ class TrainConfig(Adjustable):
     """Learning rate after the warm-up.
     - cosine: falls to --min-lr along half a cosine
     - step: is multiplied by --lr-gamma at --lr-step-epochs
-    - one-cycle: rises from --lr/25 over --warmup-epochs (usually a third of --epochs), then falls to --lr/250000
     - plateau: is multiplied by --lr-gamma after --plateau-patience epochs without a lower validation loss
     - constant: stays at --lr
     """
@@ -159,11 +158,6 @@ class TrainConfig(Adjustable):
     """How the model is distributed.
     - ddp: each rank holds the whole model
     - fsdp: each rank holds a shard of the model (FSDP2), for models that are too large for one GPU
-    """
-    fsdp_sharding: Literal["full", "hybrid"] = "full"
-    """How --strategy fsdp shards the model.
-    - full: over all ranks
-    - hybrid: within each node (HSDP), which needs more memory per GPU and less traffic between nodes
     """
     compile: bool = False
     """Compile the model with torch.compile. It takes about a minute at the first start; later ones reuse the code."""
@@ -223,10 +217,10 @@ class TrainConfig(Adjustable):
     """Interpolation with which images are resized, in training and in evaluations."""
     val_split: float = 0.05
     """Part of the training set to hold out for validation if --data has no val/ directory."""
-    data_on_device: Literal["auto", "on", "off"] = "auto"
+    data_on_device: Literal["auto", "off"] = "auto"
     """Keep all images of IDX or CIFAR files in the memory of each rank's GPU, and augment them on the GPU.
-    - on: always; not possible with --auto-augment, --color-jitter or --crop resized
-    - auto: if it is possible, and the images take less than a tenth of the GPU's free memory
+    - auto: if they take less than a tenth of the GPU's free memory; not with --auto-augment, --color-jitter or --crop
+      resized
     - off: never
     """
 

@@ -29,9 +29,9 @@ from training.runtime.counter_rng import Purpose, derive_key, permutation
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _SAMPLED_FOR_STATISTICS = 5000
 _SYNTHETIC_STEPS, _SYNTHETIC_POOL = 100, 1024
-# The share of a GPU's free memory that --data-on-device auto may take, since the model must still fit. It is enough for
-# the MNIST family and CIFAR on any GPU.
-_AUTO_SHARE = 1 / 10
+# The share of a GPU's free memory that images may take, since the model must still fit. It is enough for the MNIST
+# family and CIFAR on any GPU.
+_SHARE_OF_GPU = 1 / 10
 
 _Pair = tuple[Tensor, Tensor]
 
@@ -86,7 +86,7 @@ def _load_in_memory(
     means = tuple(mean.tolist())
     channels, height, width = images.shape[1:]
     held_out, kept = _hold_out(config, len(labels))
-    augmentation = make_augmentation(config, layout.kind, (channels, height, width), means)
+    augmentation = make_augmentation(config, layout.kind, means)
     train = MemoryImages(images=images[kept], labels=labels[kept], title="the training set", augmentation=augmentation)
     val = MemoryImages(images=images[held_out], labels=labels[held_out], title="the validation set")
     test = MemoryImages(images=tested[0], labels=tested[1], title="the test set") if tested else None
@@ -114,7 +114,7 @@ def _split(config: TrainConfig, layout: DataLayout, parts: dict[str, ImageDatase
         val, train = train.part(held_out) if len(held_out) else None, train.part(kept)
     size = train.size
     val, test = (part and replace(part, size=config.eval_image_size or size) for part in (val, test))
-    augmentation = make_augmentation(config, layout.kind, (3, size, size), _IMAGENET_MEAN)
+    augmentation = make_augmentation(config, layout.kind, _IMAGENET_MEAN)
     return Data(
         train=replace(train, augmentation=augmentation, size_in_epoch=partial(size_in_epoch, config, size)),
         val=val,
@@ -174,33 +174,21 @@ def _fingerprint(*sources: MemoryImages | ImageDataset | None) -> str:
 
 
 def move_to_device(config: TrainConfig, data: Data, device: torch.device) -> Data:
-    """Move the images to the device for --data-on-device on, or for auto if they fit into 1/10 of a GPU's free memory.
+    """Move the images to a GPU, if they fit into a tenth of its free memory, and unless --data-on-device is off.
 
-    Raises UserError if --data-on-device is on, but the images cannot be on the device.
+    Images that the CPU crops or augments one by one stay where they are.
     """
-    wanted = config.data_on_device
-    if wanted == "off" or (wanted == "auto" and device.type == "cpu"):
+    if config.data_on_device == "off" or device.type == "cpu" or not data.cheap:
         return data
-    parts: dict[str, Any] = {
-        name: part for name in ("train", "val", "test") if (part := getattr(data, name)) is not None
-    }
-    problem = ""
-    if not data.in_memory and not isinstance(data.train, SyntheticImages):
-        problem = "the images of a folder or of packed data are cropped on the CPU"
-    elif data.in_memory and not data.cheap:
-        problem = "the augmentation runs on the CPU"
-    elif device.type == "cuda":
-        needed = sum(part.images.nbytes for part in parts.values())
-        problem = too_large(needed, torch.cuda.mem_get_info(device)[0], wanted)
-    if problem and wanted == "on":
-        raise UserError(f"--data-on-device is on, but {problem}: use auto")
-    if problem:
-        return data
-    moved = {name: replace(part, images=part.images.to(device)) for name, part in parts.items()}
-    return replace(data, on_device=True, **moved)
+    needed = sum(part.images.nbytes for part in _parts(data).values())
+    return data if needed > torch.cuda.mem_get_info(device)[0] * _SHARE_OF_GPU else moved(data, device)
 
 
-def too_large(needed: int, free: int, wanted: str) -> str:
-    """Return why `needed` bytes do not fit into `free` bytes of a GPU (1/10 for auto), or an empty text if they do."""
-    fit = needed <= free * (_AUTO_SHARE if wanted == "auto" else 1)
-    return "" if fit else f"the images take {needed / 1e9:.1f} GB, and the GPU has {free / 1e9:.1f} GB free"
+def moved(data: Data, device: torch.device) -> Data:
+    """Return the data with all images on the device."""
+    parts = {name: replace(part, images=part.images.to(device)) for name, part in _parts(data).items()}
+    return replace(data, on_device=True, **parts)
+
+
+def _parts(data: Data) -> dict[str, Any]:
+    return {name: part for name in ("train", "val", "test") if (part := getattr(data, name)) is not None}

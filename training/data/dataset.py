@@ -73,7 +73,7 @@ def open_part(directory: Path, index: PackIndex, part: PackedPart) -> tuple[Pack
     shape = (part.images, index.size, index.size, 3)
     pixels = _as_tensor(_map_array(directory / part.pixels.name, np.uint8, shape))
     for file in (part.labels, part.names):
-        # To read all pixels would take too long: `python -m training.pack --verify` compares their checksum.
+        # To read all pixels would take too long.
         if sha256_of(directory / file.name) != file.sha256:
             raise UserError(f"{directory / file.name} does not have its checksum: {AGAIN}")
     store = PackedImages(

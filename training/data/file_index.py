@@ -7,6 +7,7 @@ when the content of a file changes. Imports no torch.
 
 import io
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,14 @@ import numpy as np
 from hpc.base.errors import UserError
 from hpc.base.files import write_atomic
 from hpc.base.text import file_name
-from training.config.dataset_layout import DataLayout, class_names, image_roots, known_classes, list_images
+from training.config.dataset_layout import (
+    DataLayout,
+    class_names,
+    image_roots,
+    is_ignored,
+    is_image,
+    known_classes,
+)
 
 # Two changes within one tick of a file system's clock get the same time, and some clocks tick in seconds. So an index
 # is cached only if its directories have been unchanged for more than a tick.
@@ -116,6 +124,23 @@ def deserialize(content: bytes) -> FileIndex:
     )
 
 
+def _list_images(root: Path, directory: str) -> Iterator[tuple[str, list[int], list[str]]]:
+    """Yield a directory below `root`, and all below it, sorted by name: its path, times and sorted images."""
+    times = _times((root / directory).stat())
+    images = []
+    inside = []
+    with os.scandir(root / directory) as entries:
+        for entry in entries:
+            # To ask whether a link leads to a file would take a call for each of, perhaps, a million links.
+            if is_image(entry.name) and not entry.is_dir(follow_symlinks=False):
+                images.append(entry.name)
+            elif not is_ignored(entry.name) and entry.is_dir():
+                inside.append(entry.name)
+    yield directory, times, sorted(images)
+    for name in sorted(inside):
+        yield from _list_images(root, f"{directory}/{name}")
+
+
 def build_index(layout: DataLayout) -> FileIndex:
     """List every image of an image folder. Raises UserError if val/ or test/ has a class that train/ lacks."""
     roots = image_roots(layout)
@@ -126,9 +151,9 @@ def build_index(layout: DataLayout) -> FileIndex:
         names, counts = list[bytes](), []
         for name in classes:
             before = len(names)
-            for directory in list_images(root, name) if name in present else ():
-                listed.append((f"{root}/{directory.path}", _times(directory.status)))
-                names += [os.fsencode(f"{directory.path}/{image}") for image in directory.images]
+            for directory, times, images in _list_images(root, name) if name in present else ():
+                listed.append((f"{root}/{directory}", times))
+                names += [os.fsencode(f"{directory}/{image}") for image in images]
             counts.append(len(names) - before)
         labels = np.repeat(np.arange(len(classes)), counts)
         parts[part] = SplitIndex(names=np.array(names, dtype=np.bytes_), labels=labels)

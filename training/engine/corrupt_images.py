@@ -13,35 +13,34 @@ from training.runtime.process_group import ProcessGroup
 
 
 class CorruptImages:
-    """The unreadable images of the training set that any rank has met. Saved with the training's state."""
+    """The unreadable images of the training set that any rank has met. Ranks share them when a state is saved."""
 
     def __init__(self, source: ImageSource, limit: int, group: ProcessGroup, logger: RunLogger) -> None:
         self._source, self._limit, self._group, self._logger = source, limit, group, logger
         self.indices: list[int] = []
         """Sorted indices of the images that all ranks know. The list is changed in place, never replaced."""
-        self.unshared: set[int] = set()
+        self._unshared: set[int] = set()
         """Indices of images that this rank has met, and of which other ranks may not know."""
 
     def add(self, indices: Iterable[int]) -> None:
         """Add the indices of unreadable images that this rank has met."""
-        self.unshared |= set(indices) - set(self.indices)
+        self._unshared |= set(indices) - set(self.indices)
 
-    def share(self) -> None:
-        """Share the images that each rank has met. All ranks call this. Raises SharedError if there are too many."""
+    def state_dict(self) -> dict[str, Any]:
+        """Share the images that each rank has met, and return all indices. All ranks must call this.
+
+        Raises SharedError if there are too many.
+        """
         # Unreadable images are rare, and summing a number is faster than gathering lists.
-        some_unshared = bool(self._group.all_reduce(torch.tensor(len(self.unshared))))
-        unreadable = set().union(*self._group.all_gather_json(list(self.unshared))) if some_unshared else set()
-        self.unshared = set()
+        some_unshared = bool(self._group.all_reduce(torch.tensor(len(self._unshared))))
+        unreadable = set().union(*self._group.all_gather_json(list(self._unshared))) if some_unshared else set()
+        self._unshared = set()
         new = sorted(unreadable - set(self.indices))
         self.indices[:] = sorted([*self.indices, *new])
         for name in map(self._source.name, new):
             self._logger.console.warn(f"{name} cannot be read: another image takes its place")
             self._logger.event(Problem(what="image_corrupt", detail=name))
         check_corrupt_limit(self._source, self.indices, self._limit)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Share the images, and return all indices. All ranks must call this."""
-        self.share()
         return {"indices": list(self.indices)}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:

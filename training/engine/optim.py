@@ -109,12 +109,6 @@ def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
 
 # torch's ReduceLROnPlateau counts a loss that is lower by this share as an improvement.
 _THRESHOLD = 1e-4
-# As in torch's OneCycleLR: the first learning rate as a share of the highest, and the last as a share of the first.
-_ONE_CYCLE_FIRST, _ONE_CYCLE_LAST = 1 / 25, 1e-4
-
-
-def _cosine(start: float, end: float, share: float) -> float:
-    return end + (start - end) * 0.5 * (1 + math.cos(math.pi * share))
 
 
 class LrSchedule:
@@ -131,9 +125,9 @@ class LrSchedule:
         self._gamma = config.lr_gamma
 
     def rate(self, progress: Progress) -> float:
-        """Return the next step's learning rate, after a linear warm-up. One-cycle has its own warm-up."""
+        """Return the next step's learning rate, after a linear warm-up."""
         highest = self._highest * progress.lr_factor
-        if progress.step < self._warmup_steps and self._scheduler != "one-cycle":
+        if progress.step < self._warmup_steps:
             return highest * (progress.step + 1) / self._warmup_steps
         return highest * self._share(progress.step)
 
@@ -142,24 +136,14 @@ class LrSchedule:
         match self._scheduler:
             case "cosine":  # Loshchilov and Hutter, "SGDR" (2017), without restarts
                 done = (step - self._warmup_steps) / max(1, self._total_steps - self._warmup_steps)
-                return _cosine(1.0, self._lowest_share, done)
+                return self._lowest_share + (1.0 - self._lowest_share) * 0.5 * (1 + math.cos(math.pi * done))
             case "step":
                 epoch = step // self._steps_per_epoch
                 every, *more = self._step_epochs
                 drops = sum(epoch >= drop for drop in self._step_epochs) if more else epoch // every
                 return self._gamma**drops
-            case "one-cycle":
-                return self._one_cycle(step)
             case "plateau" | "constant":  # `follow_plateau` lowers the learning rate through Progress.lr_factor
                 return 1.0
-
-    def _one_cycle(self, step: int) -> float:
-        """Return the share as in two-phase OneCycleLR. Smith and Topin, "Super-convergence" (2018)."""
-        top = max(0, self._warmup_steps - 1)
-        last = max(1, self._total_steps - 1)
-        if step < top:
-            return _cosine(_ONE_CYCLE_FIRST, 1.0, step / top)
-        return _cosine(1.0, _ONE_CYCLE_FIRST * _ONE_CYCLE_LAST, (step - top) / max(1, last - top))
 
 
 def follow_plateau(config: TrainConfig, progress: Progress, val_loss: float) -> None:

@@ -39,7 +39,7 @@ from training.evaluation.validation import Validator
 from training.models.compiled_code import kept_code
 from training.models.ema import Ema
 from training.models.factory import Preprocess, make_scaler
-from training.models.parallel import allreduce_seconds, gradient_bytes, place_model
+from training.models.parallel import allreduce_seconds, place_model
 from training.monitoring.run_logger import Console, JsonLines, RunLogger
 from training.runtime.determinism import Numerics
 from training.runtime.process_group import ProcessGroup
@@ -172,7 +172,6 @@ class Trainer:
             seconds=round(time.monotonic() - started, 3),
             restore_seconds=round(restore_seconds, 3),
             connect_seconds=round(self.group.connected_at - started, 3),
-            gradient_bytes=gradient_bytes(self.state.model, self.config),
         )
         self.logger.event(event)
         origin = f"resuming from {restored.source} {restored.path.name}" if restored else "starting"
@@ -250,20 +249,16 @@ class Trainer:
         is_rank_zero = self.group.is_rank_zero
         steps_left = self.schedule.total_steps - self.state.progress.step
         snapshot_due = is_rank_zero and self.saver.snapshot_is_due(self.stop_consensus.interval)
-        agreed = self.stop_consensus.exchange(
+        return self.stop_consensus.exchange(
             StepFlags(
                 signal=signals.received(),
                 save=int(is_rank_zero and self.saver.writer.checkpoint_is_due),
                 snapshot=int(snapshot_due),
-                corrupt_images=int(bool(self.corrupt_images.unshared)),
                 end=int(is_rank_zero and self.early_stopping.out_of_time),
             ),
             # A snapshot is then late by at most a quarter of its interval, and ranks agree on a stop before the end.
             max_interval=min(self.saver.snapshots.steps or math.inf, steps_left) / 4,
         )
-        if agreed.corrupt_images:
-            self.corrupt_images.share()
-        return agreed
 
     def save(self) -> None:
         """Start to write a checkpoint, unless this step has one. If the loss is not finite, none is written."""

@@ -88,7 +88,7 @@ class Validator:
         self.logger.console.print(f"complete after {progress.step} steps: {outcome}")
 
     def _test_best(self, last: Evaluation | None, before_batch: Callable[[], object]) -> dict[str, Any] | None:
-        """Test the best model, if any, and add the results to `best/`. Return its step, epoch and results, else None.
+        """Test the best model, if any, and return its step, epoch and results, else None.
 
         `last` is the test of the model after the last step, which may be the best one.
         """
@@ -106,7 +106,6 @@ class Validator:
             self.state.wait_for_copies()
             received = self.context.beat_with_each("end", group.broadcast_tensors(weights))
             test = self.evaluator.evaluate_weights(received, self.data.test, before_batch)
-        self.logger.add_best_test(numbers_of(test))
         return {**best, **numbers_of(test)}
 
     def _weights(self) -> dict[str, Tensor]:

@@ -9,14 +9,14 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from training.config.train_config import TrainConfig
 from training.models.blocks import is_row, row_members
 from training.runtime.compat import BatchNorm
-from training.runtime.process_group import ProcessGroup, SharedError
+from training.runtime.process_group import ProcessGroup
 
 # A block with fewer weights is gathered together with its parent: a message of its own would not pay off.
 _MIN_WEIGHTS = 2**15
@@ -25,12 +25,11 @@ _MIN_WEIGHTS = 2**15
 def shard(model: nn.Module, config: TrainConfig, group: ProcessGroup) -> nn.Module:
     """Shard the model in place: this rank keeps its rows of every parameter, on its device.
 
-    Blocks are moved to the device and sharded one at a time, so the device never holds the whole model. Raises
-    SharedError if --fsdp-sharding is hybrid, and the nodes have different numbers of ranks.
+    Blocks are moved to the device and sharded one at a time, so the device never holds the whole model.
     """
     # FSDP shards rows, and takes only contiguous tensors.
     model.to(memory_format=torch.contiguous_format)
-    mesh = _mesh(config, group)
+    mesh = init_device_mesh(group.device.type, (group.world_size,))
     policy = MixedPrecisionPolicy()
     if config.amp == "bf16":
         # autocast would keep copies of the whole model's weights until the backward pass.
@@ -43,19 +42,6 @@ def shard(model: nn.Module, config: TrainConfig, group: ProcessGroup) -> nn.Modu
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
-
-
-def _mesh(config: TrainConfig, group: ProcessGroup) -> DeviceMesh:
-    """Return a mesh of all ranks in one row or, if --fsdp-sharding is hybrid, with a row per node."""
-    per_node = group.rank_info.local_world_size
-    if config.fsdp_sharding == "hybrid":
-        sizes = group.all_gather_json(per_node)
-        if len(set(sizes)) > 1:
-            raise SharedError(f"--fsdp-sharding is hybrid, but the nodes have {set(sizes)} ranks: use full")
-        if per_node < group.world_size:
-            shape = (group.world_size // per_node, per_node)
-            return init_device_mesh(group.device.type, shape, mesh_dim_names=("replicate", "shard"))
-    return init_device_mesh(group.device.type, (group.world_size,))
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

@@ -103,13 +103,6 @@ def allreduce_seconds(wrapped: "DistributedDataParallel | FsdpModel | nn.Module"
     return (total, total - measured["backward_compute_comm_overlap_time"] / 1e9) if total else None
 
 
-def gradient_bytes(model: nn.Module, config: TrainConfig) -> int:
-    """Return the bytes of gradients that the all-reduce of a step reduces."""
-    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
-    compressed = config.compress_gradients == "bf16"
-    return sum(parameter.numel() * (2 if compressed else parameter.element_size()) for parameter in trained)
-
-
 def full_state_dict(model: nn.Module, group: ProcessGroup, *, sharded: bool) -> Iterable[tuple[str, Tensor]]:
     """Return the names and full tensors of a model, on rank 0 only. All ranks must exhaust the iterable."""
     if not sharded:

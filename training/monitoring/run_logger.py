@@ -231,28 +231,11 @@ class RunLogger:
         if self._unpublished:
             return self._unpublished[:2]
         try:
-            return load_file(self._run_dir.best / MODEL_WEIGHTS), json.loads(self._best_result.read_bytes())
+            best = self._run_dir.best
+            return load_file(best / MODEL_WEIGHTS), json.loads((best / _RESULT).read_bytes())
         except (OSError, SafetensorError, ValueError) as error:
             self.console.warn(f"{self._run_dir.best} cannot be read ({error}): the best model is not tested")
             return None
-
-    def add_best_test(self, test: dict[str, Any]) -> None:
-        """Add the best model's test numbers to its result in `best/`."""
-        if not self._writes:
-            return
-        try:
-            if self._unpublished:
-                weights, result, files = self._unpublished
-                self._unpublished = (weights, result | test, files)
-            else:
-                self.check_is_newest()
-                write_json(self._best_result, json.loads(self._best_result.read_bytes()) | test)
-        except OSError as error:
-            self.console.warn(f"{self._best_result} cannot be written ({error}): it lacks the test of the best model")
-
-    @property
-    def _best_result(self) -> Path:
-        return self._run_dir.best / _RESULT
 
     def save_final(self, weights: Weights, result: dict[str, Any], files: Files) -> None:
         """Write `final/`, which marks the run as complete. The arguments are as in `save_best`.

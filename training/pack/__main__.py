@@ -18,13 +18,13 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 
 from hpc.base import program
 from hpc.base.errors import TorchrelayError, UserError
-from hpc.base.files import fsync_directory, sha256_of, write_atomic, write_json
+from hpc.base.files import fsync_directory, write_atomic
 from hpc.base.flags import Flag
 from hpc.base.text import visible
 from hpc.run.nodedir import open_lock, try_lock
@@ -32,11 +32,10 @@ from training.config.dataset_layout import check_classes, check_data, find_data
 from training.config.packed_index import INDEX, PackedFile, PackedPart, PackIndex, read_index, write_index
 from training.data.file_index import build_index
 from training.data.worker_process import die_with_parent
-from training.pack.split_writer import CHANNELS, SplitWriter, has_records, pack_splits, pixels_sha256
+from training.pack.split_writer import CHANNELS, SplitWriter, has_records, pack_splits
 
 _LOCK = ".lock"
-_PLAN = ".plan.json"
-_CHANGES = {"size": "another --size", "images": "other images in SRC"}
+_PLAN = ".plan"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +60,6 @@ class PackOptions:
     """Side of the packed squares in pixels: 256 suits a training with 224. An image takes 3 x size x size bytes."""
     num_workers: int | None = None
     """Processes that decode. Default: the usable CPU cores. The files do not depend on it."""
-    verify: bool = False
-    """Pack nothing: compare the packed data in DST with their checksums."""
 
 
 def main() -> int:
@@ -73,30 +70,26 @@ def main() -> int:
         value = getattr(options, name)
         if value is not None and value < minimum:
             raise UserError(f"--{name.replace('_', '-')} is {value}: use {minimum} or more")
-    workers = options.num_workers or len(os.sched_getaffinity(0))
-    verify(options.dst, workers) if options.verify else pack(options, workers)
+    pack(options, options.num_workers or len(os.sched_getaffinity(0)))
     return 0
 
 
-def _identity(index: PackIndex) -> dict[str, Any]:
-    """Return what identifies a packed data set: the size, and a hash of the classes, labels and names of the images."""
+def _identity(index: PackIndex) -> str:
+    """Return what identifies a packed data set: a hash of the size, and of the classes, labels and names of images."""
     tables = {part.name: [part.labels.sha256, part.names.sha256] for part in index.parts}
-    images = json.dumps([index.classes, tables]).encode()
-    return {"size": index.size, "images": hashlib.sha256(images).hexdigest()}
+    return hashlib.sha256(json.dumps([index.size, index.classes, tables]).encode()).hexdigest()
 
 
 def _check_resumable(directory: Path, index: PackIndex) -> None:
     """Check that a directory was begun for the images and size of `index`. If no image is packed yet, record both."""
-    path, identity = directory / _PLAN, _identity(index)
+    plan, identity = directory / _PLAN, _identity(index)
     if not has_records(directory):
-        write_json(path, identity)
-        return
-    try:
-        begun = json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError):
-        begun = {}
-    if changed := ", ".join(words for name, words in _CHANGES.items() if begun.get(name) != identity[name]):
-        raise UserError(f"{directory} was begun with {changed}: use the same, or start over: rm -r '{directory}'")
+        write_atomic(plan, identity)
+    elif not plan.exists() or plan.read_text() != identity:
+        raise UserError(
+            f"{directory} was begun with other images in SRC, or with another --size: use the same, or start over: "
+            f"rm -r '{directory}'"
+        )
 
 
 def _npy(array: np.ndarray) -> bytes:
@@ -246,21 +239,6 @@ def _explained(directory: Path) -> Iterator[None]:
     except (SystemExit, KeyboardInterrupt):
         print(f"stopped: {again}", file=sys.stderr)
         raise
-
-
-def verify(dst: Path, workers: int) -> None:
-    """Compare the files of packed data with their checksums. Raises UserError if one is damaged."""
-    if check_data(dst).kind != "packed":
-        raise UserError(f"{dst} is not a packed data set: give one that hpc pack made")
-    index = read_index(dst)
-    with _pool(workers) as pool:
-        for part in index.parts:
-            digests = {file.name: sha256_of(dst / file.name) for file in (part.labels, part.names)}
-            digests[part.pixels.name] = pixels_sha256(dst / part.pixels.name, part.images, pool)
-            for file in part.files:
-                if digests[file.name] != file.sha256:
-                    raise UserError(f"{dst / file.name} does not have its checksum: copy it again, or pack again")
-    print(f"{dst}: all {len(list(index.files))} files have their checksums")
 
 
 if __name__ == "__main__":

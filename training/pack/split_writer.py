@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -165,17 +164,3 @@ def as_square(image: Image.Image, size: int) -> np.ndarray:
     top, left, side, _ = center_box(image.height, image.width)
     pixels = as_rgb(image)
     return np.asarray(pixels.resize((size, size), Image.Resampling.BILINEAR, (left, top, left + side, top + side)))
-
-
-def pixels_sha256(path: Path, images: int, pool: ProcessPoolExecutor) -> str:
-    """Return the checksum of a file of pixels, to compare with the checksum in `SplitWriter.file`."""
-    digest = hashlib.sha256()
-    for digests in pool.map(partial(_image_digests, path), range(0, images, _CHUNK), chunksize=_AHEAD):
-        digest.update(digests)
-    return digest.hexdigest()
-
-
-def _image_digests(path: Path, first: int) -> bytes:
-    """Return the SHA-256 (32 bytes) of each image in a chunk. Runs in a process of the pool."""
-    images = np.load(path, mmap_mode="r", allow_pickle=False)[first : first + _CHUNK]
-    return b"".join(hashlib.sha256(image).digest() for image in images)

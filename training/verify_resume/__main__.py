@@ -55,8 +55,6 @@ class VerifyOptions(TrainFlags):
     """Interruptions of the second training."""
     ranks: int = 2
     """Number of ranks."""
-    keep: Path | None = None
-    """New directory that keeps both trainings' files; without it they are deleted, unless the trainings differ."""
 
 
 def main() -> int:
@@ -70,16 +68,9 @@ def main() -> int:
     check_world(options.train, options.ranks)
     if not options.train.synthetic:
         check_data(resolve_data(options.train.data))
-    keep = options.keep
-    try:
-        if keep:
-            keep.mkdir(parents=True)
-    except OSError as error:
-        reason = "exists" if isinstance(error, FileExistsError) else f"cannot be made ({error.strerror})"
-        raise UserError(f"--keep is {keep}, which {reason}: give a new directory") from error
-    directory = keep.absolute() if keep else Path(tempfile.mkdtemp(prefix="verify-resume-"))
+    directory = Path(tempfile.mkdtemp(prefix="verify-resume-"))
     same = verify(options.train, options.ranks, options.cuts, directory)
-    if same and keep is None:
+    if same:
         shutil.rmtree(directory)
     else:
         print(f"files of both trainings: {directory}")

@@ -333,7 +333,6 @@ class TrainStarted(Event, frozen=True, kw_only=True):
     """Seconds from the start of the process until all ranks were connected."""
     restore_seconds: Number | None = None
     """Seconds to read and share the state."""
-    gradient_bytes: Int | None = None
 
 
 class FirstStep(Event, frozen=True, kw_only=True):

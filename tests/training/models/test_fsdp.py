@@ -237,35 +237,6 @@ def test_a_node_that_cannot_receive_copies_does_not_hinder_the_others(start: Sta
     assert "and snapshots need 1,000,000," in cut.output()
 
 
-# --- several nodes ---
-
-
-def two_nodes() -> None:
-    """Let the ranks 0 and 1 be one node, 2 and 3 another."""
-    os.environ |= {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(int(os.environ["RANK"]) % 2)}
-
-
-def uneven_nodes() -> None:
-    os.environ["LOCAL_WORLD_SIZE"] = "2" if int(os.environ["RANK"]) < 2 else "1"
-
-
-@pytest.mark.slow
-def test_shards_within_nodes_train_as_shards_over_all_of_them(start: Starter) -> None:
-    flags = (*FSDP, "--optimizer=adamw", "--lr=0.002", "--clip-grad-norm=0.5")
-    hybrid = start.complete(*flags, "--fsdp-sharding=hybrid", run="hybrid", world_size=4, prepare=two_nodes).run_dir
-    assert losses(start.complete(*flags, world_size=4).run_dir) == pytest.approx(losses(hybrid), rel=2e-5)
-    # The second node's ranks hold the same shards, and write none.
-    files = sorted(newest(hybrid).glob("*.safetensors"))
-    assert [file.name for file in files] == [f"state-0000{rank}-of-00004.safetensors" for rank in range(2)]
-    assert set(load_file(files[0])) > set(load_file(files[1])) > set()
-
-
-def test_nodes_of_different_sizes_are_refused(start: Starter) -> None:
-    training = start(*FSDP, "--fsdp-sharding=hybrid", world_size=3, prepare=uneven_nodes)
-    assert training.wait() == [2, 2, 2], training.output()
-    assert "--fsdp-sharding is hybrid, but the nodes have {1, 2} ranks: use full" in training.output()
-
-
 # --- what it does not do ---
 
 

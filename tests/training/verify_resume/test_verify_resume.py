@@ -40,9 +40,8 @@ PHOTOS = {"image_size": 32, "batch_size": 8, "epochs": 3}
         slow("idx_data", 2, {"lr_scheduler": "plateau", "plateau_patience": 0, "lr_gamma": 0.5, "optimizer": "adam",
                              "lr": 0.002, "grad_accum_steps": 2, "epochs": 3,
                              "early_stopping_patience": 3, "class_weights": "balanced"}),
-        slow("idx_data", 2, {"lr_scheduler": "one-cycle", "optimizer": "sgd", "decay_norm_and_bias": True,
-                             "lr_scaling": "sqrt", "lr": 0.1, "compress_gradients": "bf16",
-                             "max_hours": 1.0, **SNAPSHOTS}),
+        slow("idx_data", 2, {"decay_norm_and_bias": True, "lr_scaling": "sqrt", "lr": 0.1,
+                             "compress_gradients": "bf16", "max_hours": 1.0, **SNAPSHOTS}),
         slow("idx_data", 4, {"grad_accum_steps": 2, "ema_decay": 0.99, "label_smoothing": 0.1, "num_workers": 1,
                              "deterministic": "error"}),
         ("folder_data", 2, {**PHOTOS, "crop": "resized", "flip": "on", "random_erasing": 0.5, "num_workers": 1}),
@@ -168,8 +167,6 @@ def test_a_different_state_or_history_is_found_and_named(two_runs: tuple[RunDir,
     [
         (["--cuts=0"], "error: --cuts is 0: use 1 or more"),
         (["--ranks=0"], "error: --ranks is 0: use 1 or more"),
-        (["--keep=."], "error: --keep is ., which exists: give a new directory"),
-        (["--keep=/dev/null/new"], "error: --keep is /dev/null/new, which cannot be made (Not a directory)"),
     ],
 )
 def test_a_mistake_is_reported_in_one_line(

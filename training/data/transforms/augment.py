@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hpc.base.errors import UserError
 from training.config.dataset_layout import Kind
 from training.config.rules import parse_crop_scale
 from training.config.train_config import Interpolation, TrainConfig
@@ -108,22 +107,11 @@ def _shift(images: Tensor, padding: int, key: int, indices: Tensor) -> Tensor:
     return window.permute(0, 3, 1, 2)
 
 
-def make_augmentation(
-    config: TrainConfig, kind: Kind, shape: tuple[int, int, int], mean: tuple[float, ...]
-) -> Augmentation:
+def make_augmentation(config: TrainConfig, kind: Kind, mean: tuple[float, ...]) -> Augmentation:
     """Return the augmentation that the flags ask for. What `auto` means depends on the kind of the data.
 
-    `shape` is the [C, H, W] of the images; images of a folder are resized to it. `mean` is the mean of each channel,
-    from 0 to 1. Random erasing fills with it. Raises UserError if the color jitter or the policy does not take images
-    with this number of channels.
+    `mean` is the mean of each channel, from 0 to 1. Random erasing fills with it.
     """
-    if shape[0] not in {1, 3}:
-        for name, value, nothing in (
-            ("auto-augment", config.auto_augment, "none"),
-            ("color-jitter", config.color_jitter, 0),
-        ):
-            if value != nothing:
-                raise UserError(f"--{name} is {value}, but the images have {shape[0]} channels: use --{name} {nothing}")
     in_memory = kind not in {"image-folder", "packed"}
     are_digits = kind in {"idx", "digits"}
     usual_crop = "padded" if in_memory else "resized"

@@ -33,7 +33,6 @@ class StepFlags(NamedTuple):
     signal: int = 0  # number of the signal to stop for, or 0
     save: int = 0  # 1 if a checkpoint is due
     snapshot: int = 0  # 1 if a snapshot is due
-    corrupt_images: int = 0  # 1 if this rank found corrupt images of which other ranks may not know
     end: int = 0  # 1 if the training must end after this step
     interval: int = 0  # boundaries from one exchange to the next; rank 0 sets it
 

@@ -1,6 +1,5 @@
 """Augmentation: each flag does what it says, and a sample's look is a matter of seed, epoch and index alone."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,6 @@ from support.trainings import asked, load
 from torch import Tensor
 from torchvision.transforms import v2
 
-from hpc.base.errors import UserError
-from hpc.base.text import flag
 from training.config.dataset_layout import Kind
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import BatchRequest
@@ -102,8 +99,7 @@ def test_auto_is_what_suits_the_data(kind: str, usual: dict[str, Any], request: 
 def in_memory(images: Tensor, kind: Kind = "cifar10", **options: Any) -> Tensor:
     """What becomes of images in epoch 0."""
     config = TrainConfig(data="data", **NOTHING | options)
-    channels, height, width = images.shape[1:]
-    augmentation = make_augmentation(config, kind, (channels, height, width), (0.5,) * channels)
+    augmentation = make_augmentation(config, kind, (0.5,) * images.shape[1])
     source = MemoryImages(images=images, labels=torch.zeros(len(images)), title="images", augmentation=augmentation)
     return source[BatchRequest(indices=tuple(range(len(images))), epoch=0)].images
 
@@ -111,7 +107,7 @@ def in_memory(images: Tensor, kind: Kind = "cifar10", **options: Any) -> Tensor:
 def as_photo(index: int, image: Image.Image, size: int, **options: Any) -> Tensor:
     """What becomes of a photo with this index in epoch 0."""
     config = TrainConfig(data="data", **NOTHING | options)
-    augmentation = make_augmentation(config, "image-folder", (3, size, size), (0.5, 0.5, 0.5))
+    augmentation = make_augmentation(config, "image-folder", (0.5, 0.5, 0.5))
     cropped = augmentation.crop(0, index, (size, size)).of(torch.from_numpy(np.array(image)))
     return augmentation.batch(0, torch.tensor([index]), cropped[None])[0]
 
@@ -225,15 +221,6 @@ def test_crop_policy_and_erasing_come_in_this_order(policy: str) -> None:
 def test_a_random_crop_of_images_in_memory_is_that_of_files_of_their_shape(channels: int) -> None:
     images = noise(20, channels)
     config = TrainConfig(data="data", **CROPPED)
-    photos = make_augmentation(config, "image-folder", (3, 32, 32), (0.5,) * 3)
+    photos = make_augmentation(config, "image-folder", (0.5,) * 3)
     expected = [photos.crop(0, index, (32, 32)).of(image.permute(1, 2, 0)) for index, image in enumerate(images)]
     assert torch.equal(in_memory(images, **CROPPED), torch.stack(expected))
-
-
-@pytest.mark.parametrize("channels", [2, 4])
-def test_a_policy_for_images_that_torchvision_cannot_change_is_refused(channels: int) -> None:
-    for name, value, nothing in (("auto_augment", "randaugment", "none"), ("color_jitter", 0.4, "0")):
-        typed = flag(name)
-        message = f"{typed} is {value}, but the images have {channels} channels: use {typed} {nothing}"
-        with pytest.raises(UserError, match=re.escape(message)):
-            in_memory(noise(1, channels), **{name: value})

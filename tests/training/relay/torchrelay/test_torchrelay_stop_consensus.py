@@ -65,7 +65,7 @@ def test_ranks_other_than_0_leave_the_interval_to_it(group: ProcessGroup, monkey
 
 def test_other_requests_are_agreed_on_with_a_save(group: ProcessGroup) -> None:
     consensus = StopConsensus(group.control)
-    wanted = StepFlags(snapshot=1, corrupt_images=1, end=1)
+    wanted = StepFlags(snapshot=1, end=1)
     assert consensus.exchange(wanted) == StepFlags(), "nothing is agreed on yet"
     assert consensus.exchange(wanted) == wanted._replace(interval=1)
     assert consensus.exchange(StepFlags()) == StepFlags(interval=1), "not twice"
