@@ -202,13 +202,6 @@ class Notification:
     notify: Annotated[tuple[str, ...], Flag(metavar="NAME", is_repeatable=True)] = ()
     """Send a message to this name in ~/.config/torchrelay-notify.yaml when the run completes or fails.
     all: to every name in the file. Repeatable (docs/how-to/notifications.md)."""
-    notify_interruptions: Annotated[int, Flag(metavar="N")] = 3
-    """Also send a message when the run is interrupted more than N times within an hour."""
-
-    def __post_init__(self) -> None:
-        """Check what can be checked without the file."""
-        if self.notify_interruptions < 0:
-            raise UserError(f"--notify-interruptions is {self.notify_interruptions}: use 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)

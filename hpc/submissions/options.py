@@ -26,8 +26,7 @@ _EVERYDAY = {
 }  # fmt: skip
 _RARE = {
     "debug", "device", "container", "stage_keep", "stage_timeout", "python", "stage_env", "interface", "port_range",
-    "notify", "notify_interruptions", "tracker", "grace_period", "stop_signal", "continue_with", "start_once",
-    "time_min", "health_check",
+    "notify", "tracker", "grace_period", "stop_signal", "continue_with", "start_once", "time_min", "health_check",
 }  # fmt: skip
 Options = TypeVar("Options", bound="SubmitOptions")
 _Class = TypeVar("_Class")

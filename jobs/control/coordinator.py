@@ -44,7 +44,6 @@ from jobs.control.root_failure import RootFailure, explain
 from jobs.control.round_members import decide_round
 from jobs.control.silent_nodes import LINK_SECONDS, Patience
 from jobs.node_attempt import HANGS_SECONDS, NodeAttempt, log
-from jobs.senders import start_notifying
 from jobs.stop_request import StopRequest
 
 # A node that has reported within this time counts as alive.
@@ -248,7 +247,6 @@ class Coordinator:
         pause = budget.pause_seconds
         event = structs.replace(failure, round=self._server.directive.round, pause_seconds=pause)
         self._record(event, f"{failure.cause}: {failure.detail}")
-        start_notifying(self._node)
         if pause:
             self._paused_until = time.monotonic() + pause
             self._direct(paused=True)

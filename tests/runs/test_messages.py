@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 
 def submit(site: Site, *arguments: str) -> Run:
-    flags = ("--gpus-per-node=1", "--cpus-per-gpu=1", "--notify=all", "--notify-interruptions=0", "--name=r")
+    flags = ("--gpus-per-node=1", "--cpus-per-gpu=1", "--notify=all", "--name=r")
     return site.submit(*flags, *arguments, XDG_CONFIG_HOME=str(site.path / "home"))
 
 
@@ -34,21 +34,17 @@ def age_messages(run: Run) -> None:
         path.write_text("".join(json.dumps({**event, "time": event["time"] - 300}) + "\n" for event in events))
 
 
-def test_run_that_is_interrupted_and_complete_sends_both_messages_once(site: Site) -> None:
+def test_complete_run_sends_its_message_once(site: Site) -> None:
     add_script(site, "a.py", WAITS_AT_FIRST)
     with inbox(LOGIN_ADDRESS) as found:
         write_recipients(site.path / "home", hook=found.address)
         run = submit(site, "--nodes=2", "--", "a.py")
         run.wait("the start", lambda: run.events("rendezvous"))
         site.slurm("scontrol", "requeue", run.job_id)
-        # The requeue ends all that the job has left, but not this.
-        run.wait("the first message", lambda: outcomes(run, "hook"))
         run.wait_for_next_job()
-        run.wait("the second message", lambda: len(outcomes(run, "hook")) == 2)
-    assert found.titles == ["Run r was interrupted", "Run r is complete"]
-    assert "requeued" in found.texts[0]
-    sent = [(key, "notification_sent") for key in ("interrupted-001", "completed-002")]
-    assert outcomes(run, "hook") == sent
+        run.wait("the message", lambda: outcomes(run, "hook"))
+    assert found.titles == ["Run r is complete"]
+    assert outcomes(run, "hook") == [("completed-002", "notification_sent")]
     assert_secret_is_nowhere(run)
 
 
@@ -58,22 +54,20 @@ def test_supervisor_sends_what_the_nodes_of_a_failed_run_could_not(site: Site) -
         out_of_reach = f"json://{SECRET}@{LOGIN_ADDRESS}:1/{SECRET}"
         write_recipients(site.path / "home", hook=found.address, later=out_of_reach)
         run = submit(site, "--", "a.py")
-        run.wait("the messages", lambda: len(outcomes(run, "hook")) == len(outcomes(run, "later")) == 2)
+        run.wait("the messages", lambda: outcomes(run, "hook") and outcomes(run, "later"))
         run.wait("the end of the job", lambda: not run.is_alive())
-        keys = ["interrupted-001", "failed-001"]
-        assert outcomes(run, "later") == [(key, "notification_failed") for key in keys]
-        assert found.titles == ["Run r was interrupted", "Run r has failed"]
-        assert "broken" in found.texts[1]
+        assert outcomes(run, "later") == [("failed-001", "notification_failed")]
+        assert found.titles == ["Run r has failed"]
+        assert "broken" in found.texts[0]
         assert_secret_is_nowhere(run)
         unsent = run.status()["unsent"]
-        assert [(one["notice"], one["recipient"]) for one in unsent] == [(key, "later") for key in keys]
-        assert all(one["problem"] for one in unsent)
+        assert [(one["notice"], one["recipient"]) for one in unsent] == [("failed-001", "later")]
+        assert unsent[0]["problem"]
 
         write_recipients(site.path / "home", hook=found.address, later=behind.address)
         age_messages(run)
         for _ in range(2):
             done = site.hpc("supervise", "--once", "--json", XDG_CONFIG_HOME=str(site.path / "home"))
             assert done.returncode == 0, done.stdout + done.stderr
-        assert sorted(behind.titles) == sorted(found.titles)
-        assert len(found.titles) == 2
+        assert behind.titles == found.titles == ["Run r has failed"]
         assert run.status()["unsent"] == []

@@ -25,7 +25,7 @@ from hpc.run.events.kinds import NotificationFailed, NotificationSent, Notifying
 from hpc.run.events.ledger import EventWriter, record_once
 from hpc.run.rundir import RunDir
 from hpc.run.spec import Notification, RunSpec
-from hpc.services.notification.notices import Notice, notices_of
+from hpc.services.notification.notices import Notice, notice_of
 from hpc.services.notification.recipients import read_recipients, recipients_file, service
 
 # Apprise waits 4 s for a connection and 4 s for an answer, but has no such limit for a name server.
@@ -41,13 +41,13 @@ Message = tuple[Notice, str, int]
 
 
 def due_messages(
-    notification: Notification, notices: Sequence[Notice], history: History, now: float, *, retry: bool
+    notification: Notification, notice: Notice | None, history: History, now: float, *, retry: bool
 ) -> list[Message]:
     """Return the messages to send now; with `retry`, also those that other processes could not send. Pure."""
+    if notice is None or now - notice.time >= _NEWS_SECONDS:
+        return []
     return [
         (notice, name, number)
-        for notice in notices
-        if now - notice.time < _NEWS_SECONDS
         for name in notification.notify
         if (number := _next_number(history, notice.key, name, now)) == 1 or (retry and number is not None)
     ]
@@ -109,8 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _due(run: RunDir, notification: Notification, *, retry: bool, failure: str | None) -> list[Message]:
     history = History.load(run)
-    notices = notices_of(run.path, history, notification.notify_interruptions, failure)
-    return due_messages(notification, notices, history, time.time(), retry=retry)
+    return due_messages(notification, notice_of(run.path, history, failure), history, time.time(), retry=retry)
 
 
 def _claim(run: RunDir, message: Message) -> EventWriter | None:

@@ -1,23 +1,12 @@
-"""Finds the occasions for a message: a run is complete, has failed, or is interrupted too often. Pure."""
+"""Finds the occasions for a message: a run is complete or has failed. Pure."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc.run.budget import FINAL_CAUSES
 from hpc.run.causes import Cause
 from hpc.run.events.attempts import Attempt
 from hpc.run.events.history import History
-from hpc.run.events.kinds import (
-    AttemptEnded,
-    Interrupted,
-    NotificationFailed,
-    NotificationSent,
-    OfMessage,
-    TrainCompleted,
-)
-
-_HOUR_SECONDS = 3600.0
+from hpc.run.events.kinds import NotificationFailed, NotificationSent, OfMessage, TrainCompleted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,27 +20,19 @@ class Notice:
     time: float
 
 
-def notices_of(run: Path, history: History, interruptions: int, failure: str | None = None) -> list[Notice]:
-    """Return the notices of a run's completion or failure, and of over `interruptions` interruptions in an hour.
+def notice_of(run: Path, history: History, failure: str | None = None) -> Notice | None:
+    """Return the notice of a run's completion or failure; None if the run goes on, or its user has cancelled it.
 
     `failure` is the reason of a failure that no event records.
     """
-    outcome, found = history.outcome, list[Notice]()
-    if outcome in {"completed", "failed"}:
-        found.append(_ended(run, history, is_complete=outcome == "completed"))
-    elif failure is not None:
-        attempt = history.last_attempt.attempt if history.last_attempt else 0
-        at = max((event.time for event in history.events if not isinstance(event, OfMessage)), default=0.0)
-        body = f"{failure}\n\nhpc logs {run}"
-        found.append(Notice(key=f"failed-{attempt:03d}", title=f"Run {run.name} has failed", body=body, time=at))
-    causes = _interruptions(history, failed=outcome == "failed")
-    for number, at in enumerate(alert_times(causes, interruptions), start=1):
-        recent = [cause for when, cause in causes.items() if at - _HOUR_SECONDS < when <= at][-interruptions - 1 :]
-        times = f" {len(recent)} times within an hour" if interruptions else ""
-        why = f"Causes, the newest last: {', '.join(recent)}"
-        title, body = f"Run {run.name} was interrupted{times}", _body(run, history.attempts[-1], "status", why)
-        found.append(Notice(key=f"interrupted-{number:03d}", title=title, body=body, time=at))
-    return found
+    if history.outcome in {"completed", "failed"}:
+        return _ended(run, history, is_complete=history.outcome == "completed")
+    if failure is None:
+        return None
+    attempt = history.last_attempt.attempt if history.last_attempt else 0
+    at = max((event.time for event in history.events if not isinstance(event, OfMessage)), default=0.0)
+    body = f"{failure}\n\nhpc logs {run}"
+    return Notice(key=f"failed-{attempt:03d}", title=f"Run {run.name} has failed", body=body, time=at)
 
 
 def unsent_messages(history: History) -> list[dict[str, str | None]]:
@@ -62,28 +43,6 @@ def unsent_messages(history: History) -> list[dict[str, str | None]]:
          "problem": one.reason if isinstance(one, NotificationFailed) else None}
         for one in last.values() if not isinstance(one, NotificationSent)
     ]  # fmt: skip
-
-
-def alert_times(times: Iterable[float], most: int) -> list[float]:
-    """Return when alerts are due: when an hour has more than `most` interruptions. Each interruption counts once."""
-    recent, alerts = list[float](), list[float]()
-    for at in times:
-        recent = [*(before for before in recent if at - before < _HOUR_SECONDS), at]
-        if len(recent) > most:
-            alerts.append(at)
-            recent = []
-    return alerts
-
-
-def _interruptions(history: History, *, failed: bool) -> dict[float, str]:
-    """Return the causes of a run's interruptions by time, in order. If the run has `failed`, leave out the last one."""
-    # The last interruption of an attempt may also be the attempt's end: both have the same time, and count once.
-    causes = {
-        event.failed_at or event.time: event.cause
-        for event in history.events
-        if isinstance(event, Interrupted) or (isinstance(event, AttemptEnded) and event.cause not in FINAL_CAUSES)
-    }
-    return {at: causes[at] for at in sorted(causes)[: -1 if failed else None]}
 
 
 def _ended(run: Path, history: History, *, is_complete: bool) -> Notice:

@@ -38,7 +38,7 @@ def completed(*command: str | Path) -> set[str]:
     ("typed", "offered"),
     [
         (("hpc", "re"), {"report", "resume"}),
-        (("hpc", "submit", "--no"), {"--nodes", "--notify", "--notify-interruptions"}),
+        (("hpc", "submit", "--no"), {"--nodes", "--notify"}),
         (("hpc", "submit", "--amp", ""), {"none", "bf16", "fp16"}),
         (("hpc", "testbed", "kill"), {"kill-node"}),
         (("hpc", "predict", "--to"), {"--top"}),

@@ -3,14 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
-from support.events import attempt_ended, cancelled, claimed, event, interruption, of_message, resumed
+from support.events import attempt_ended, cancelled, claimed, event, of_message, resumed
 
 from hpc.run.events.history import History
 from hpc.run.events.kinds import Event
 from hpc.run.spec import Notification
 from hpc.services.notification.delivery import due_messages, without_secrets
-from hpc.services.notification.notices import Notice, alert_times, notices_of
+from hpc.services.notification.notices import Notice, notice_of
 
 RUN = Path("/shared/runs/r")
 
@@ -23,64 +22,43 @@ def ended(attempt: int, at: float, cause: str, **fields: Any) -> Event:
     return attempt_ended(at, cause, attempt=attempt, **fields)
 
 
-def keys(*events: Event, interruptions: int = 3) -> list[str]:
-    return [notice.key for notice in notices_of(RUN, History(events), interruptions)]
+def key(*events: Event) -> str | None:
+    notice = notice_of(RUN, History(events))
+    return notice.key if notice else None
 
 
 def test_run_that_goes_on_is_no_news() -> None:
-    assert keys() == keys(began(1, 1)) == keys(began(1, 1), ended(1, 2, "preempted")) == []
+    assert key() is key(began(1, 1)) is key(began(1, 1), ended(1, 2, "preempted")) is None
 
 
 def test_end_says_what_happened_and_what_to_type() -> None:
-    [notice] = notices_of(RUN, History([began(1, 1), ended(1, 2, "bad_input", step=7, detail="no such file")]), 3)
+    notice = notice_of(RUN, History([began(1, 1), ended(1, 2, "bad_input", step=7, detail="no such file")]))
+    assert notice is not None
     assert (notice.key, notice.title, notice.time) == ("failed-001", "Run r has failed", 2)
     assert notice.body == (
         "Attempt 1, job 1 on gpu01, gpu02.\nIt ended after step 7: bad_input, no such file\n\nhpc logs /shared/runs/r"
     )
-    [notice] = notices_of(RUN, History([began(1, 1), ended(1, 2, "completed")]), 3)
+    notice = notice_of(RUN, History([began(1, 1), ended(1, 2, "completed")]))
+    assert notice is not None
     assert (notice.key, notice.title) == ("completed-001", "Run r is complete")
     assert notice.body.endswith("\n\nhpc status /shared/runs/r")
 
 
 def test_what_the_user_ended_or_resumed_is_no_news() -> None:
     failure = began(1, 1), ended(1, 2, "bad_input")
-    assert keys(began(1, 1), ended(1, 2, "cancelled")) == []
-    assert keys(*failure, cancelled(3)) == []
-    assert keys(*failure, resumed(3)) == []
-    assert keys(*failure, resumed(3), began(2, 4), ended(2, 5, "bad_input")) == ["failed-002"]
+    assert key(began(1, 1), ended(1, 2, "cancelled")) is None
+    assert key(*failure, cancelled(3)) is None
+    assert key(*failure, resumed(3)) is None
+    assert key(*failure, resumed(3), began(2, 4), ended(2, 5, "bad_input")) == "failed-002"
 
 
 def test_run_that_slurm_does_not_continue_has_failed() -> None:
     stopped = event("not_continued", 3, attempt=1, detail="Slurm refuses")
-    [notice] = notices_of(RUN, History([began(1, 1), ended(1, 2, "node_failure"), stopped]), 3)
+    notice = notice_of(RUN, History([began(1, 1), ended(1, 2, "node_failure"), stopped]))
+    assert notice is not None
     assert notice.key == "failed-001"
     assert "Nothing restarts the run (Slurm refuses): start hpc supervise, or type hpc resume\n" in notice.body
-    assert keys(began(1, 1), ended(1, 2, "node_failure"), stopped, began(2, 4)) == []
-
-
-def test_interruptions_of_and_within_attempts_are_counted_once() -> None:
-    within = [interruption(at, failed_at=at) for at in (2.0, 3.0)]
-    events = began(1, 1), *within, ended(1, 4.0, "node_failure", failed_at=3.0), began(2, 5)
-    [notice] = notices_of(RUN, History(events), 1)
-    assert (notice.key, notice.title) == ("interrupted-001", "Run r was interrupted 2 times within an hour")
-    assert "Causes, the newest last: crashed, node_failure\n" in notice.body
-    assert keys(*events, interruptions=2) == []
-    assert keys(began(1, 1), ended(1, 2, "bad_input"), interruptions=0) == ["failed-001"]
-
-
-@pytest.mark.parametrize(
-    ("times", "most", "alerts"),
-    [
-        ([0, 10, 20], 3, []),
-        ([0, 10, 20, 30], 3, [30]),
-        ([0, 10, 20, 3600], 3, []),
-        ([0, 1, 2, 3, 4, 5, 6, 7], 3, [3, 7]),
-        ([5], 0, [5]),
-    ],
-    ids=["few", "many", "in more than an hour", "each counts once", "every one"],
-)
-def test_more_than_so_many_within_an_hour(times: list[float], most: int, alerts: list[float]) -> None:
-    assert alert_times(times, most) == alerts
+    assert key(began(1, 1), ended(1, 2, "node_failure"), stopped, began(2, 4)) is None
 
 
 NOTICE = Notice(key="failed-001", title="t", body="b", time=1000.0)
@@ -88,7 +66,7 @@ NOTICE = Notice(key="failed-001", title="t", body="b", time=1000.0)
 
 def due(*events: Event, now: float, retry: bool) -> list[tuple[str, int]]:
     told = Notification(notify=("a", "b"))
-    return [message[1:] for message in due_messages(told, [NOTICE], History(events), now, retry=retry)]
+    return [message[1:] for message in due_messages(told, NOTICE, History(events), now, retry=retry)]
 
 
 def of(recipient: str, kind: str, at: float) -> Event:
