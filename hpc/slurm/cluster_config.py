@@ -1,12 +1,10 @@
 """The whole configuration of a cluster, for `hpc doctor`. Runs on the login node."""
 
-import getpass
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
 
-from hpc.base.errors import TorchrelayError, UserError
+from hpc.base.errors import UserError
 from hpc.slurm import client
 from hpc.slurm.client import Fields
 
@@ -20,8 +18,6 @@ class ClusterConfig:
     """The partition that a run would use."""
     partitions: tuple[Fields, ...] = ()
     """All partitions, including those that the user may not use, because their jobs may preempt the user's."""
-    max_submit_jobs: float | None = None
-    """Maximum number of the user's running and pending jobs; inf without a limit, None if Slurm does not say."""
 
 
 def query_cluster(name: str | None) -> ClusterConfig:
@@ -32,23 +28,8 @@ def query_cluster(name: str | None) -> ClusterConfig:
         TorchrelayError: Slurm does not answer.
     """
     partitions = client.parse_records(client.run("scontrol", "--all", "--oneliner", "show", "partition"))
-    config = client.show_config()
-    return ClusterConfig(
-        config=config,
-        partition=choose_partition(name, partitions),
-        partitions=partitions,
-        max_submit_jobs=_max_submit_jobs() if "limits" in config.get("AccountingStorageEnforce", "") else inf,
-    )
-
-
-def _max_submit_jobs() -> float | None:
-    """Return the lowest MaxSubmitJobs of the user's accounts; inf if none has one, None if sacctmgr does not answer."""
-    user = f"user={getpass.getuser()}"
-    try:
-        text = client.run("sacctmgr", "--noheader", "--parsable2", "show", "associations", user, "format=MaxSubmitJobs")
-    except TorchrelayError:
-        return None
-    return min((int(word) for word in text.split() if word.isdigit()), default=inf)
+    partition = choose_partition(name, partitions)
+    return ClusterConfig(config=client.show_config(), partition=partition, partitions=partitions)
 
 
 def choose_partition(name: str | None, partitions: Sequence[Fields]) -> Fields:

@@ -169,20 +169,6 @@ def _submits_from_nodes(site: ClusterFacts) -> Finding | None:
     )
 
 
-def _max_submit_jobs(site: ClusterFacts) -> Finding | None:
-    most = site.cluster.max_submit_jobs
-    if most is None:
-        return None
-    if most > 1:
-        return ok("you may have several jobs at a time")
-    return note(
-        f"MaxSubmitJobs={most}: you may have one job at a time, also pending ones",
-        "a run that needs a new job must end the old one first: if its agents do not manage to submit in the seconds "
-        "that Slurm then leaves them (KillWait), it stops",
-        "start hpc supervise, which then submits it; or ask the administrators for MaxSubmitJobs=2 for your account",
-    )
-
-
 def _private_tmp(site: ClusterFacts) -> Finding | None:
     config = site.cluster.config
     kind = config.get("JobContainerType", config.get("NamespaceType"))  # the new name since Slurm 25.11
@@ -198,24 +184,6 @@ def _private_tmp(site: ClusterFacts) -> Finding | None:
     )
 
 
-def _oversubscription(site: ClusterFacts) -> Finding | None:
-    given = site.cluster.partition.get("OverSubscribe")
-    if given is None:
-        return None
-    # With YES, only jobs that ask to share CPUs share them, and our jobs do not ask. FORCE:1 runs one job at a time.
-    if not given.startswith("FORCE") or given == "FORCE:1":
-        return ok(f"OverSubscribe={given}")
-    slice_seconds = leading_number(site.cluster.config, "SchedulerTimeSlice") or 30
-    gang = "GANG" in site.cluster.config.get("PreemptMode", "")
-    return note(
-        f"OverSubscribe={given}" + (" with gang scheduling" if gang else ""),
-        f"Slurm suspends the run and other jobs alternately, for {slice_seconds} s each: the run takes that much longer"
-        if gang
-        else "other jobs use the CPUs of a run: all its ranks wait for the slowest one",
-        f"use another --partition, or {site.ask('OverSubscribe=NO')}",
-    )
-
-
 OF_SLURM: Mapping[str, Check[ClusterFacts]] = {
     "preemption": _preemption,
     "PreemptMode": _preempt_mode,
@@ -223,7 +191,5 @@ OF_SLURM: Mapping[str, Check[ClusterFacts]] = {
     "SlurmdTimeout": _slurmd_timeout,
     "requeue delay": _requeue_delay,
     "AllocNodes": _submits_from_nodes,
-    "MaxSubmitJobs": _max_submit_jobs,
     "private /tmp": _private_tmp,
-    "oversubscription": _oversubscription,
 }

@@ -1,7 +1,6 @@
 """The findings of `hpc doctor` about configurations and machines."""
 
 from dataclasses import replace
-from math import inf
 from typing import Any
 
 import pytest
@@ -47,10 +46,10 @@ JobRequeue              = 0
 """
 
 
-def cluster(config: dict[str, str], partition: dict[str, str], **others: Any) -> ClusterConfig:
+def cluster(config: dict[str, str], partition: dict[str, str]) -> ClusterConfig:
     gpu, urgent = parse_records(PARTITIONS)
     own = {**gpu, **partition}
-    return ClusterConfig(config={**parse_config(CONFIG), **config}, partition=own, partitions=(own, urgent), **others)
+    return ClusterConfig(config={**parse_config(CONFIG), **config}, partition=own, partitions=(own, urgent))
 
 
 def one(found: list[Finding], check: str) -> Finding:
@@ -78,7 +77,6 @@ def test_partition_is_the_one_named_or_the_default() -> None:
 
 NO_GRACE = {"GraceTime": "0"}
 NOT_PREEMPTED = {"PreemptMode": "OFF"}
-GANG = {"PreemptMode": "GANG,SUSPEND", "SchedulerTimeSlice": "30 sec"}
 TEXTS = {
     "qos": {"PreemptType": "preempt/qos"},
     "wait 60": {"KillWait": "60 sec"},
@@ -114,9 +112,6 @@ TEXTS = {
         ("private /tmp", {}, {}, None, "ok", []),
         ("private /tmp", {"JobContainerType": "job_container/tmpfs"}, {}, None, "note", ["--stage-dir"]),
         ("preemption", {}, {"GraceTime": "UNLIMITED"}, None, "unknown", []),
-        ("oversubscription", {}, {"OverSubscribe": "YES:4"}, None, "ok", []),
-        ("oversubscription", {}, {"OverSubscribe": "FORCE:4"}, None, "note", ["slowest one", "PartitionName=gpu"]),
-        ("oversubscription", GANG, {"OverSubscribe": "FORCE:4"}, None, "note", ["suspends", "alternat", "--partition"]),
     ],
 )  # fmt: skip
 def test_finding_about_slurm(
@@ -143,12 +138,6 @@ def test_newer_name_of_a_setting_is_known() -> None:
 def test_what_is_not_reported_is_not_judged() -> None:
     found = judge(OF_SLURM, ClusterFacts(cluster=ClusterConfig(config={}, partition={})), "cluster")
     assert {finding.check for finding in found if finding.severity is not Severity.UNKNOWN} == set()
-
-
-@pytest.mark.parametrize(("most", "severity"), [(None, "unknown"), (1, "note"), (8, "ok"), (inf, "ok")])
-def test_one_job_at_a_time_is_a_note(most: float | None, severity: str) -> None:
-    site = ClusterFacts(cluster=cluster({}, {}, max_submit_jobs=most))
-    assert one(judge(OF_SLURM, site, "cluster"), "MaxSubmitJobs").severity == severity
 
 
 CUDA = TorchBuild(version="2.15.0+cu132", accelerator="CUDA 13.2")
