@@ -22,7 +22,7 @@ from hpc.services.notification.delivery import is_due, run_delivery
 from hpc.slurm import bad_nodes, squeue
 from hpc.slurm import client as slurm
 from hpc.slurm.squeue import jobs_by_script
-from hpc.supervise.decide import STARTS, Action, Decision, decide
+from hpc.supervise.decide import Action, Decision, decide
 from hpc.supervise.observe import RunObservation, observe, with_final_states
 from hpc.supervise.perform import perform
 
@@ -43,29 +43,21 @@ class SuperviseOptions(cli.RunsOptions):
     """Time between two checks."""
     dry_run: bool = False
     """Print what hpc supervise would do with each run, and why, without doing it."""
-    max_parallel_requeues: int = 20
-    """Start at most this number of runs per check, because each run stages its data."""
 
 
 def check_runs(options: SuperviseOptions) -> list[Line]:
     """Decide about each run, and act on it. Returns a --json line per run. Raises TorchrelayError if squeue fails."""
-    lines, started = list[Line](), 0
-    for one, decided in _decisions(options):
-        decision, problem = decided, None
-        if decision.action in STARTS and started >= options.max_parallel_requeues:
-            decision = Decision(reason=f"{started} runs start at once: retried at the next check")
-        elif not options.dry_run:
-            problem = _act(one, decision)
-        started += decision.action in STARTS and problem is None
-        lines.append({
+    return [
+        {
             "run": one.run.name,
             "run_dir": str(one.run.path),
             "action": decision.action,
             "reason": decision.reason,
             "job_id": decision.job_id,
-            "problem": problem,
-        })  # fmt: skip
-    return lines
+            "problem": None if options.dry_run else _act(one, decision),
+        }
+        for one, decision in _decisions(options)
+    ]
 
 
 def _decisions(options: SuperviseOptions) -> list[tuple[RunObservation, Decision]]:

@@ -22,8 +22,8 @@ _MAX_POLL_SECONDS = 300.0
 def supervise(options: SuperviseOptions) -> int:
     """Check all runs and act, once or until Ctrl-C. With --once, returns 1 if an action failed."""
     interval = float(options.interval.seconds)
-    if interval < 1 or options.max_parallel_requeues < 1:
-        raise UserError("use 1s or more for --interval, and 1 or more for --max-parallel-requeues")
+    if interval < 1:
+        raise UserError(f"--interval is {options.interval}: use 1s or more")
     wait, once = interval, options.once or options.dry_run
     while True:
         try:

@@ -113,13 +113,6 @@ def test_several_at_once_start_each_run_once(queue: Site) -> None:
         assert_one_new_job(run)
 
 
-def test_no_more_runs_are_started_at_once_than_it_may(queue: Site) -> None:
-    for number in range(3):
-        crippled(queue, f"run-{number}", holds_nodes=False)
-    assert sorted(actions(queue, "--max-parallel-requeues=2").values()) == ["keep", "resubmit", "resubmit"]
-    assert sorted(actions(queue, "--max-parallel-requeues=2").values()) == ["keep", "keep", "resubmit"]
-
-
 def test_squeue_that_cannot_be_trusted_starts_nothing(queue: Site) -> None:
     run = queue.submit(*RANK_PER_NODE, "--name=waits", "--nodes=1", "--sbatch", "begin=now+1hour")
     odd = queue.path / "odd"
