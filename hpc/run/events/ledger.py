@@ -67,7 +67,7 @@ def attempt_prefix(attempt: int) -> str:
 def read(events: Path, prefix: str = "") -> list[Event]:
     """Return the events of a run, in the order of their times, from the files whose names begin with `prefix`.
 
-    Damaged events, and events of kinds that a later release has added, are left out.
+    Damaged events are left out.
     """
     return _read(events, lambda name: name.startswith(prefix))[0]
 
@@ -98,8 +98,7 @@ def _read(events: Path, wanted: Callable[[str], bool]) -> tuple[list[Event], lis
             try:
                 events_read.append(decoded(line))
             except (ValueError, RecursionError) as error:
-                if not _is_of_unknown_kind(line):
-                    damage.append(f"line {number} of {events.name}/{name} is damaged and left out: {error}")
+                damage.append(f"line {number} of {events.name}/{name} is damaged and left out: {error}")
     return sorted(events_read, key=_happened_at), damage
 
 
@@ -123,17 +122,6 @@ def decoded(line: bytes) -> Event:
     if event.time == UNDATED:
         raise msgspec.ValidationError("Object missing required field `time`")
     return event
-
-
-_KINDS = frozenset(str(kind.__struct_config__.tag) for kind in KINDS)
-
-
-def _is_of_unknown_kind(line: bytes) -> bool:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(record, dict) and isinstance(record.get("event"), str) and record["event"] not in _KINDS
 
 
 def _happened_at(event: Event) -> float:
