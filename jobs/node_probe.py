@@ -99,7 +99,6 @@ def examine(probe: Probe, stage_dir: Path, stack: ExitStack) -> Iterator[dict[st
     sees_runs = probe.run.path.is_dir()
     yield {
         "slurm_error": client_error(),
-        "nccl_interfaces": os.environ.get("NCCL_SOCKET_IFNAME", ""),
         "num_gpus": probe.num_gpus,
         "sees_runs": sees_runs,
     }

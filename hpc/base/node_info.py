@@ -44,8 +44,6 @@ class NodeInfo:
     """Error of Slurm's commands on this node; empty if they work."""
     interface: str | None = None
     """Network interface to the other nodes of the job; None in a job of one node."""
-    nccl_interfaces: str = ""
-    """Value of NCCL_SOCKET_IFNAME; empty if the variable is not set."""
     problem: str = ""
     """Error that prevented checking or measuring this node; empty if there was none."""
 

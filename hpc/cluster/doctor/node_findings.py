@@ -19,7 +19,7 @@ _MIN_LOCKED_BYTES = 10**9
 # A speed below this part of the median is slow. GPUs of one kind differ by a few percent. CPUs, disks and networks
 # differ more.
 _SLOW_GPU, _SLOW = 0.9, 0.5
-# Prefixes of virtual interfaces, which do not lead to other nodes. By default, NCCL skips `lo` and `docker` interfaces.
+# Prefixes of virtual interfaces, which do not lead to other nodes.
 _VIRTUAL = ("lo", "docker", "virbr", "veth", "br-", "cni", "podman", "flannel", "cali")
 
 
@@ -67,41 +67,10 @@ def _memory(node: NodeInfo) -> Finding:
 
 
 def _interfaces(node: NodeInfo) -> Finding:
-    physical = [name for name in node.interfaces if not name.startswith(_VIRTUAL)]
     value = " ".join(node.interfaces) or "none"
-    route, setting = node.interface, node.nccl_interfaces
-    if not physical:
+    if all(name.startswith(_VIRTUAL) for name in node.interfaces):
         return costs(value, "no interface leads to other nodes: only runs on one node work", "ask the administrators")
-    used = nccl_interfaces(node.interfaces, setting)
-    if not used:
-        return costs(
-            f"NCCL_SOCKET_IFNAME={setting} matches none of the interfaces {value}",
-            "NCCL finds no interface: no run on GPUs of several nodes starts",
-            "unset NCCL_SOCKET_IFNAME before hpc submit",
-        )
-    # An InfiniBand interface is accepted, even if the host names resolve to addresses of another interface.
-    if route is None or used[0] == route or used[0].startswith("ib"):
-        return ok(value if route is None else f"{value}; {route} leads to the other nodes")
-    return note(
-        f"{value}; {route} leads to the other nodes, but NCCL tries {used[0]} first",
-        f"if {used[0]} does not lead to the other nodes, ranks on GPUs hang",
-        f"run export NCCL_SOCKET_IFNAME=={route} before hpc submit; jobs inherit it",
-    )
-
-
-def nccl_interfaces(interfaces: tuple[str, ...], setting: str) -> list[str]:
-    """Return the interfaces that NCCL uses, in the order in which NCCL tries them.
-
-    `interfaces` are the interfaces with an address, in the kernel's order. `setting` is NCCL_SOCKET_IFNAME: name
-    prefixes, separated by commas. A leading `^` excludes the matching interfaces. `=` or `^=` means whole names.
-    Source: NVIDIA's NCCL documentation, Environment Variables.
-    """
-    if not setting:
-        infiniband = [i for i in interfaces if i.startswith("ib")]
-        return infiniband or [i for i in interfaces if not i.startswith(_VIRTUAL[:2])]
-    exclude, exact = setting.startswith("^"), setting.lstrip("^").startswith("=")
-    names = setting.lstrip("^").lstrip("=").split(",")
-    return [i for i in interfaces if any(i == n if exact else i.startswith(n) for n in names) != exclude]
+    return ok(value if node.interface is None else f"{value}; {node.interface} leads to the other nodes")
 
 
 def _sees_runs(node: NodeInfo) -> Finding:

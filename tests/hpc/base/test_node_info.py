@@ -8,20 +8,6 @@ from support.cluster import mounted_volume
 
 from hpc.base.kernel import driver_version, file_system_type, mounted_type
 from hpc.base.node_info import parse_torch_version
-from hpc.cluster.doctor.node_findings import nccl_interfaces
-
-
-@pytest.mark.parametrize(
-    ("interfaces", "asked", "taken"),
-    [
-        (("lo", "eth0", "ib0", "ib1"), "", ["ib0", "ib1"]),
-        (("lo", "eth0", "eth1", "eno1"), "eth,x", ["eth0", "eth1"]),
-        (("lo", "eth0", "eth01"), "=eth0", ["eth0"]),
-        (("lo", "eth0", "eno1"), "^lo,eno", ["eth0"]),
-    ],
-)
-def test_interfaces_that_nccl_uses(interfaces: tuple[str, ...], asked: str, taken: list[str]) -> None:
-    assert nccl_interfaces(interfaces, asked) == taken
 
 
 def test_file_system_is_the_innermost_and_last_mount() -> None:
