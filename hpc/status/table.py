@@ -1,4 +1,4 @@
-"""Formats what `hpc status` prints about several runs: a table, waits, unsent messages, damage. Pure; login node."""
+"""Formats what `hpc status` prints about several runs: a table, waits, damage. Pure; runs on the login node."""
 
 from collections.abc import Sequence
 
@@ -23,11 +23,11 @@ _LEAST_NAME = 40
 
 
 def view(console: Console, rows: Sequence[Summary], *, details: bool) -> Group:
-    """Return the table of runs, their waits, unsent messages and damage. With `details`, show a single run in full."""
+    """Return the table of runs, their waits and damage. With `details`, show a single run in full."""
     if details and len(rows) == 1:
         return run_details(console, rows[0])
     table = fitting_table(console, [_cells(row) for row in rows], _COLUMNS, numbers=_NUMBERS, cut=("run", _LEAST_NAME))
-    return Group(table, *_reasons(rows), *_unsent(rows), *_damage(rows))
+    return Group(table, *_reasons(rows), *_damage(rows))
 
 
 def watch_view(console: Console, rows: Sequence[Summary], *, details: bool, problem: str | None) -> Group:
@@ -45,16 +45,6 @@ def _reasons(rows: Sequence[Summary]) -> list[str]:
         if wait := cells.wait_reason(row):
             names.setdefault(f"{row.state}: {wait}", []).append(row.run)
     return [escape(visible(f"{few(alike)}: {reason}")) for reason, alike in names.items()]
-
-
-def _unsent(rows: Sequence[Summary]) -> list[str]:
-    """Return a line for each recipient and problem of unsent messages, with the names of the runs."""
-    names: dict[str, list[str]] = {}
-    for row in rows:
-        failed = {message.recipient: message.problem for message in row.unsent if message.problem}
-        for recipient, problem in failed.items():
-            names.setdefault(f"{recipient} could not be notified: {problem}", []).append(row.run)
-    return [escape(visible(f"{few(alike)}: {problem}")) for problem, alike in names.items()]
 
 
 def _damage(rows: Sequence[Summary]) -> list[str]:

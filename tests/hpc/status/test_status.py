@@ -240,7 +240,6 @@ def test_largest_parts_come_first() -> None:
 def test_message_that_could_not_be_sent_is_shown_until_it_is(run: RunDir, capsys: Capture) -> None:
     message, everything = {"notice": "failed-001", "recipient": "hook"}, ("--runs-dir", str(run.path.parent))
     write_events(run, of_message("notifying", 90.0), of_message("notification_failed", 91.0, reason="no answer"))
-    assert printed(capsys, *everything).splitlines()[-1] == "r: hook could not be notified: no answer"
     text = " ".join(printed(capsys, str(run.path)).split())
     assert "hook did not get the message failed-001 (no answer): try it with hpc notify hook" in text
     (row,) = json.loads(printed(capsys, *everything, "--json"))
@@ -249,4 +248,4 @@ def test_message_that_could_not_be_sent_is_shown_until_it_is(run: RunDir, capsys
     write_events(run, of_message("notification_sent", 152.0), file="notice-failed-001-hook-2.jsonl")
     (row,) = json.loads(printed(capsys, *everything, "--json"))
     assert row["unsent"] == []
-    assert "hook" not in printed(capsys, *everything) + printed(capsys, str(run.path))
+    assert "hook" not in printed(capsys, str(run.path))
