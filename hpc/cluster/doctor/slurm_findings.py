@@ -102,23 +102,6 @@ def _preempt_mode(site: ClusterFacts) -> Finding | None:
     return ok(value)
 
 
-def _kill_wait(site: ClusterFacts) -> Finding | None:
-    given = leading_number(site.cluster.config, "KillWait")
-    if given is None:
-        return None
-    seconds = seconds_to_save(0, given)
-    took = site.save_seconds
-    value = f"KillWait={given} s{_took(site)}"
-    if given >= KILL_WAIT_SECONDS if took is None else took <= MAX_SHARE * seconds:
-        return ok(value)
-    enough = given >= KILL_WAIT_SECONDS
-    return note(
-        value,
-        f"a requeued run has {seconds:g} s to save; if it takes longer, the steps since the last checkpoint are lost",
-        "use a shorter --checkpoint-every" if enough else "ask the administrators for KillWait=30 in slurm.conf",
-    )
-
-
 def _slurmd_timeout(site: ClusterFacts) -> Finding | None:
     seconds = leading_number(site.cluster.config, "SlurmdTimeout")
     if seconds is None:
@@ -187,7 +170,6 @@ def _private_tmp(site: ClusterFacts) -> Finding | None:
 OF_SLURM: Mapping[str, Check[ClusterFacts]] = {
     "preemption": _preemption,
     "PreemptMode": _preempt_mode,
-    "KillWait": _kill_wait,
     "SlurmdTimeout": _slurmd_timeout,
     "requeue delay": _requeue_delay,
     "AllocNodes": _submits_from_nodes,

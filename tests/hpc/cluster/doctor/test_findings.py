@@ -99,8 +99,6 @@ TEXTS = {
         ("PreemptMode", {}, {}, None, "ok", ["PreemptMode=REQUEUE"]),
         ("PreemptMode", {}, {"PreemptMode": "CANCEL"}, None, "note", ["partition gpu", "hpc supervise"]),
         ("PreemptMode", {}, {"PreemptMode": "GANG,SUSPEND"}, None, "note", ["stands still", "says suspended"]),
-        ("KillWait", {}, {}, None, "note", ["KillWait=15 s", "KillWait=30 in slurm.conf"]),
-        ("KillWait", TEXTS["wait 60"], {}, 17.0, "note", ["20 s to save", "shorter --checkpoint-every"]),
         ("SlurmdTimeout", {}, {}, None, "note", ["after 300 s", "after 5 s", "one node", "SlurmdTimeout=60"]),
         ("SlurmdTimeout", {"SlurmdTimeout": "60 sec"}, {}, None, "ok", []),
         ("SlurmdTimeout", {"SlurmdTimeout": "0 sec"}, {}, None, "cost", ["never"]),
