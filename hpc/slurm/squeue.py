@@ -136,42 +136,29 @@ def final_states(job_ids: Sequence[str]) -> dict[str, JobState]:
 
 
 # The keys are beginnings of Slurm's reasons for a pending job: squeue(1), "JOB REASON CODES". Reasons with spaces are
-# messages of slurmctld.
+# messages of slurmctld. Reasons that explain themselves, such as PartitionDown and InvalidAccount, are left out.
 _REASONS = {
     "None": "",
     "WaitingForScheduling": "",
     "Priority": "jobs of higher priority come first",
     "Resources": "no nodes are free",
     "BeginTime": "held by Slurm (--begin, or a requeue delay, which hpc supervise ends)",
-    "Cleaning": "Slurm is cleaning up after its last start",
-    "Prolog": "Slurm is preparing its nodes",
     "Dependency": "it depends on another job",
     "DependencyNeverSatisfied": "it will never start: the job that it depends on failed",
     "JobHeldUser": "held by its user: type scontrol release",
     "JobHeldAdmin": "held by an administrator: ask why",
     "launch failed requeued held": "held after a failed start: type scontrol release",
     "job requeued in held state": "held after a requeue: type scontrol release",
-    "JobLaunchFailure": "its start failed",
     "ReqNodeNotAvail, Reserved for maintenance": "a maintenance begins before its time limit (see --time-min)",
     "ReqNodeNotAvail": "nodes that it needs are down or reserved",
-    "Nodes required for job are DOWN": "nodes that it needs are down or reserved",
-    "NodeDown": "a node that it needs is down",
     "BadConstraints": "it will never start: no node has what it asks for",
-    "PartitionDown": "its partition starts no jobs",
-    "PartitionInactive": "its partition starts no jobs",
-    "PartitionNodeLimit": "it asks for more nodes than its partition allows",
-    "PartitionTimeLimit": "it asks for more time than its partition allows",
-    "Reservation": "its reservation has not begun",
     "ReservationDeleted": "held because its reservation was removed: type hpc cancel, then hpc resume",
-    "Licenses": "no licences are free",
     "QOSGrp": "the jobs of its QOS have reached a limit",
     "QOSMax": "you have reached a limit of the QOS, or this job alone exceeds it",
     "QOSMin": "it asks for less than its QOS requires",
     "AssocGrp": "the jobs of its account have reached a limit",
     "AssocMax": "you have reached a limit of the account, or this job alone exceeds it",
     "Association": "you have reached a limit of the account, or this job alone exceeds it",
-    "InvalidAccount": "it will never start: its account is invalid",
-    "InvalidQOS": "it will never start: its QOS is invalid",
     # This reason is ours: Slurm gives none for a suspended job.
     "suspended": "suspended: it continues when Slurm or an administrator resumes it",
 }
