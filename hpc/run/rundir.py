@@ -124,17 +124,11 @@ class RunDir:
 
 def check_run_name(name: str) -> None:
     """Raise UserError if a run directory cannot have this name, or if Slurm would change the name."""
-    reason = None
-    if not name or len(name) > _LONGEST_NAME:
-        reason = f"it has {len(name)} characters; use 1 to {_LONGEST_NAME}"
-    elif "/" in name or name == "." or ".." in name:
-        reason = "it may not contain / or two dots"
-    elif not name.isprintable():
-        reason = "it holds a newline or another control character"
-    elif "%" in name or "\\" in name:
-        reason = "Slurm replaces % and \\ in file names"
-    elif name[0] in "-." or name != name.strip():
-        reason = "it may not begin with - or . nor begin or end with a space"
-    if reason:
+    is_good = name.isprintable() and 0 < len(name) <= _LONGEST_NAME and name == name.strip() and name[0] not in "-."
+    # Slurm replaces % and \ in file names.
+    if not is_good or any(part in name for part in ("/", "..", "%", "\\")):
         similar = re.sub(r"[^A-Za-z0-9._-]+|\.\.+", "-", name).strip("-.")[:_LONGEST_NAME] or "my-run"
-        raise UserError(f"--name {name!r}: {reason}. Try --name {similar}")
+        raise UserError(
+            f"--name is {name!r}: use 1 to {_LONGEST_NAME} printable characters, not / \\ % and .., with no - or . "
+            f"at the beginning and no space at either end. Try --name {similar}"
+        )
