@@ -2,19 +2,21 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from support.cluster import Site, hpc_json
+from support.cluster import Site, slow_link
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(autouse=True)
-def slow_network(testbed: dict[str, Any]) -> Iterator[None]:  # noqa: ARG001  # is up first
-    hpc_json("testbed", "up", "--shape-network=50mbit")
-    yield
-    hpc_json("testbed", "up")
+def slow_network(testbed: dict[str, Any]) -> Iterator[None]:
+    with ExitStack() as links:
+        for node in testbed["nodes"]:
+            links.enter_context(slow_link(node["name"], "50mbit"))
+        yield
 
 
 def test_study_measures_the_wait_for_the_network(ordinary_user: Site) -> None:

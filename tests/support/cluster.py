@@ -393,6 +393,19 @@ def dead(site: Site, node: str) -> Iterator[None]:
         assert site.hpc("testbed", "revive-node", node).returncode == 0
 
 
+@contextmanager
+def slow_link(node: str, rate: str) -> Iterator[None]:
+    """Limit what a node of the testbed sends to a rate, such as `100mbit`."""
+    tc = ("nsenter", f"--net={TESTBED_DIRECTORY / 'ns' / node}.net", "tc", "qdisc")
+    # tbf drops packets larger than the burst, and a veth passes up to 64 kB at once, so the burst holds a few of them.
+    limit = ("tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
+    subprocess.run([*tc, "add", "dev", "eth0", "root", *limit], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run([*tc, "del", "dev", "eth0", "root"], check=True)
+
+
 def what_slurm_holds(seconds: float = 30.0) -> list[str]:
     """All jobs, and the nodes with allocated GPUs; waits until there are none."""
     slurm_conf = str(TESTBED_DIRECTORY / "slurm.conf")

@@ -1,6 +1,5 @@
 """The shape of a testbed and the names of its files. Pure."""
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from hpc.slurm.client import TESTBED_DIRECTORY
 LOGIN_NAME = "login"
 LOGIN_ADDRESS = "10.77.0.254"
 _MAX_NODES = 99
-_RATE = re.compile(r"\d+(\.\d+)?[kmg]bit")
 
 ROOT = TESTBED_DIRECTORY
 # The TestbedShape as JSON: the first file that `up` writes.
@@ -94,15 +92,11 @@ class TestbedShape:
     """Simulated GPUs per node: Slurm allocates them, but there is no hardware."""
     slurmd_timeout: int | None = None
     """Seconds after which Slurm marks a dead node down (SlurmdTimeout). Default: 20; 300 with `--profile bare`."""
-    shape_network: str | None = None
-    """Highest rate at which each node sends: 25gbit."""
     accounting: bool = False
     """Also run slurmdbd on a private MariaDB, so that sacct works."""
 
     def __post_init__(self) -> None:
-        """Raise UserError for a malformed rate, or a number that Slurm or the address range does not allow."""
-        if self.shape_network is not None and not _RATE.fullmatch(self.shape_network):
-            raise UserError(f"--shape-network is {self.shape_network!r}: give a rate, such as 25gbit")
+        """Raise UserError for a number that Slurm or the address range does not allow."""
         for flag, value, minimum, maximum, example in (
             ("--nodes", self.num_nodes, 1, _MAX_NODES, 4),
             ("--gpus-per-node", self.gpus_per_node, 0, 16, 4),

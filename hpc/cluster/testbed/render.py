@@ -98,7 +98,7 @@ set -eu
 ip link set lo up
 ip address add {{address}}/24 dev eth0
 ip link set eth0 up
-{{network}}# -n: no entry below /run/mount, which the nodes share with the machine.
+# -n: no entry below /run/mount, which the nodes share with the machine.
 mount -n -t tmpfs -o mode=1777,nosuid,nodev tmpfs /tmp
 mount -n -t tmpfs -o mode=1777,nosuid,nodev tmpfs /dev/shm
 # There is no DNS.
@@ -170,13 +170,8 @@ def files(shape: TestbedShape, host_name: str) -> dict[Path, str]:
         layout.JOB_SUBMIT: shape.kind.job_submit,
         layout.JOB_CONTAINER: shape.kind.job_container,
     }
-    # tbf drops packets larger than the burst, and a veth passes up to 64 kB at once, so the burst holds a few of them.
-    limit = f"tc qdisc add dev eth0 root tbf rate {shape.shape_network} burst 256kb latency 50ms\n"
     for number, node in enumerate(shape.all_nodes, 1):
         found[layout.boot_script(node.name)] = _BOOT.format(
-            boot=shape.kind.boot.replace("{number}", str(number)),
-            name=node.name,
-            address=node.address,
-            network=limit if shape.shape_network else "",
+            boot=shape.kind.boot.replace("{number}", str(number)), name=node.name, address=node.address
         )
     return {path: text for path, text in found.items() if text}

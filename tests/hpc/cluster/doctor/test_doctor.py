@@ -5,14 +5,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cluster import TIMEOUT_SECONDS, Site, hpc
+from support.cluster import TIMEOUT_SECONDS, Site, hpc, slow_link
 from support.events import resources_of, script_spec
 from support.fake_slurm import write_programs
 from support.forked_hpc import run_forked
@@ -22,7 +20,6 @@ from test_findings import CONFIG, NODE, PARTITIONS
 from hpc.base.files import append_json_line
 from hpc.cluster.doctor.node_job import read_reports, srun_argv
 from hpc.run.rundir import RunDir
-from hpc.slurm.client import TESTBED_DIRECTORY
 
 ANSWERS = {
     "scontrol": ('case "$*" in\n*partition) cat partitions;;\n*config) cat config;;\n*) exit 1;;\nesac\n'),
@@ -123,21 +120,9 @@ def test_reports_of_tasks_that_print_at_the_same_time() -> None:
     assert read_reports("") == []
 
 
-@contextmanager
-def slow_link(node: str) -> Iterator[None]:
-    """Limit what the node sends to 100 megabits per second."""
-    tc = ("nsenter", f"--net={TESTBED_DIRECTORY / 'ns' / node}.net", "tc", "qdisc")
-    limit = ("tbf", "rate", "100mbit", "burst", "256kb", "latency", "50ms")
-    subprocess.run([*tc, "add", "dev", "eth0", "root", *limit], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run([*tc, "del", "dev", "eth0", "root"], check=True)
-
-
 @pytest.mark.timeout(400)
 def test_nodes_of_the_testbed_are_measured_and_the_slow_one_is_named(ordinary_user: Site) -> None:
-    with slow_link("gpu03"):
+    with slow_link("gpu03", "100mbit"):
         done = ordinary_user.hpc("doctor", "--node", "gpu[02-04]", "--gpus-per-node=1", "--json")
     nodes = {"gpu02", "gpu03", "gpu04"}
     found = json.loads(done.stdout)

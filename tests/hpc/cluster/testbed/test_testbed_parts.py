@@ -16,8 +16,6 @@ from hpc.slurm import client
 def test_impossible_shape_is_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(UserError, match="type for example"):
         layout.TestbedShape(**wrong)  # type: ignore[arg-type]  # whole numbers all
-    with pytest.raises(UserError, match="--shape-network is 'fast': give a rate"):
-        layout.TestbedShape(shape_network="fast")
 
 
 @pytest.mark.parametrize(
