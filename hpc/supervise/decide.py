@@ -234,14 +234,6 @@ def _scancelled(run: RunObservation) -> Decision | None:
     return Decision(action=Action.RECORD, reason=reason, cause=cause, state="cancelled")
 
 
-_HOW_ENDED = {
-    JobState.FAILED: "failed",
-    JobState.TIMEOUT: "reached its time limit",
-    JobState.PREEMPTED: "was preempted",
-    JobState.CANCELLED: "was cancelled",
-}
-
-
 def _vanished(run: RunObservation) -> Decision | None:
     """Keep a run whose job is gone and made no attempt: its user may have cancelled it, or must correct a mistake."""
     state = run.last_job_state
@@ -256,10 +248,7 @@ def _vanished(run: RunObservation) -> Decision | None:
         return None
     if run.refusal:
         return _keep(f"its job started nothing: {run.refusal}: correct that, then type hpc resume", "failed")
-    if state is JobState.UNKNOWN:
-        return _keep("its job disappeared from the queue before its agents started: type hpc resume", "failed")
-    how = _HOW_ENDED.get(state, "ended")
-    reason = f"the job {how} before its agents started: see the job's log in logs/, then type hpc resume"
+    reason = f"{_gone(run)}, and its agents had not started: see the job's log in logs/, then type hpc resume"
     return _keep(reason, "failed")
 
 

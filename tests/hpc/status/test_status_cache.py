@@ -105,7 +105,7 @@ def test_state_of_a_job_that_slurm_holds(word: str, state: str, tmp_path: Path, 
 
 SCANCELLED = "7|CANCELLED|None|||0|N/A|N/A|{script}|"
 GONE = "its job is gone: continue it with hpc supervise --once, or hpc resume"
-NEVER = "its job disappeared from the queue before its agents started: type hpc resume"
+NEVER = "its job is gone, and its agents had not started: see the job's log in logs/, then type hpc resume"
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ TABLE: list[tuple[str, dict[str, Any], Action, str]] = [
     ("never began", {}, Action.KEEP, "hpc resume"),
     ("never reached Slurm", {"submitted": False}, Action.KEEP, NEVER_SUBMITTED),
     ("reached Slurm, and its submission was not recorded", {"submitted": False, "jobs": [job(JobState.FAILED)]},
-     Action.KEEP, "the job failed before its agents started: see the job's log"),
+     Action.KEEP, "its job is gone (failed), and its agents had not started: see the job's log"),
     ("resumed after it had failed, its job waits",
      {"attempts": [CRASHES[0], attempt(Cause.CRASHED, attempt=2, last_step=0, signature="1: x", resumed=NOW - 5)],
       "jobs": [job(JobState.PENDING)]}, Action.KEEP, "job 7 is pending"),
