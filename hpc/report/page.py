@@ -5,6 +5,7 @@ The templates escape whatever they print, except scripts.
 
 import base64
 import hashlib
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -14,17 +15,19 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from hpc.base.program import changed, words_of
 from hpc.base.text import few
-from hpc.programs.program_kinds import program_of_run
+from hpc.programs.program_kinds import program_of_run, settings_of
 from hpc.report.bokeh_figures import Plots, bokeh_script, plots_of
 from hpc.report.charts import COLORS, line_style
-from hpc.report.command import shell_text, submit_command
 from hpc.report.formats import FILTERS, UNKNOWN, duration, known, number, plural
 from hpc.report.gather import RunRecord, labels_of
 from hpc.run.events.downtime import waits_of
 from hpc.run.events.kinds import Preflight, Software
+from hpc.run.spec import RunSpec
 from hpc.status import cells
 from hpc.status.details import largest_parts
+from hpc.submissions.options import submit_flags
 
 Column = tuple[str, Any, str]
 """The title of a column, its key in the rows, and the kind of its cells."""
@@ -57,7 +60,7 @@ def run_page(record: RunRecord, tables: Sequence[str], now: float) -> str:
         timeline=_timeline(record, now),
         interruptions=[_interruption_row(row) for row in record.interruptions],
         classes=record.confusion if len(record.confusion) <= _MAX_CLASSES else [],
-        command=shell_text(submit_command(spec, record.task)) if spec and record.settings else "",
+        command=submit_command(spec) if spec and record.settings and not record.task else "",
         started_in=spec.start_directory(record.run) if spec else None,
     )
 
@@ -92,6 +95,13 @@ def _headline(record: RunRecord) -> list[str]:
     gpus = f"{plural(count, 'rank')} on CPUs" if cells.is_on_cpu(record.summary) else gpus
     nodes = f"{resources.nodes} node{'s' * (resources.nodes.most > 1)}"
     return [*words, nodes + (f" × {gpus}" if count else " without GPUs")]  # noqa: RUF001 - times
+
+
+def submit_command(spec: RunSpec) -> str:
+    """Return the command that submits a run again, one flag per line; a script and its arguments share a line."""
+    settings = words_of(changed(settings_of(spec), submit_flags(spec.script)))
+    script = [shlex.join(["--", *spec.script])] if spec.script else []
+    return " \\\n  ".join(["python -m hpc.submit", *map(shlex.quote, settings), *script])
 
 
 def _facts(record: RunRecord) -> list[tuple[str, str]]:
