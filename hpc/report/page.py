@@ -119,10 +119,9 @@ def _facts(record: RunRecord) -> list[tuple[str, str]]:
         "Jobs": few(list(dict.fromkeys(jobs))),
         "Nodes": few(sorted({node for attempt in summary.attempts for node in attempt.nodes})),
         "Wait in the queue": summary.queue_seconds and duration(summary.queue_seconds),
+        "Rank-hours" if cells.is_on_cpu(summary) else "GPU-hours": number(summary.gpu_hours, "{:.3g}"),
     }
-    if hours := cells.gpu_hours(summary):
-        facts["Rank-hours" if cells.is_on_cpu(summary) else "GPU-hours"] = hours
-    return [(name, str(value)) for name, value in facts.items() if value]
+    return [(name, str(value)) for name, value in facts.items() if value and value != UNKNOWN]
 
 
 def _evaluation(record: RunRecord) -> dict[str, Any] | None:

@@ -64,14 +64,6 @@ def gpus(row: Summary) -> str:
     return " ".join(filter(None, [or_dash(row.gpus), visible(row.gpu_type or "")]))
 
 
-def gpu_hours(row: Summary) -> str:
-    """Format the allocated GPU-hours and, if they are known, the productive ones; empty before the first attempt."""
-    if (hours := row.gpu_hours) is None:
-        return ""
-    productive = "" if hours.productive is None else f", {hours.productive:.3g} of them productive"
-    return f"{hours.allocated:.3g}{productive}"
-
-
 def interruptions(row: Summary) -> str:
     """Format the number of interruptions by cause."""
     counts = Counter(interruption.cause for interruption in row.interruptions)

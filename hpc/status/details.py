@@ -63,7 +63,7 @@ def _facts(row: Summary) -> dict[str, str]:
             _named("", row.best_test_accuracy, "{:.2%} test of the best model"),
         ),
         "time": _time(row),
-        "rank-hours" if cells.is_on_cpu(row) else "GPU-hours": cells.gpu_hours(row),
+        "rank-hours" if cells.is_on_cpu(row) else "GPU-hours": _named("", row.gpu_hours, "{:.3g}"),
         "interrupted": cells.interruptions(row) or ("0" if row.state == "completed" else ""),
         "model": row.model or "",
         "metrics": "; ".join(map(_tracker, row.trackers)),

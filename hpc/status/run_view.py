@@ -20,7 +20,7 @@ from hpc.base.files import last_json_line, number_in, storage_time
 from hpc.base.kernel import is_alive
 from hpc.run.causes import Cause, JobState
 from hpc.run.events.attempts import Attempt
-from hpc.run.events.downtime import goodput, interruptions_of, productive_seconds, steps_lost, waits_of
+from hpc.run.events.downtime import goodput, interruptions_of, steps_lost, waits_of
 from hpc.run.events.history import History, State
 from hpc.run.events.kinds import (
     Claimed,
@@ -51,7 +51,6 @@ from hpc.status.summary import (
     TERMINAL,
     AttemptSummary,
     AwaitedRun,
-    GpuHours,
     StagingProgress,
     Summary,
     TrackerState,
@@ -233,11 +232,7 @@ def _time_spent(records: _Records, attempts: Sequence[Attempt], *, is_over: bool
     hours = None
     if spec is not None and (gpus := spec.resources.gpus_per_node.count):
         node_seconds = sum(len(attempt.nodes) * ((attempt.ended or until) - attempt.started) for attempt in attempts)
-        productive = productive_seconds(history, trained)
-        hours = GpuHours(
-            allocated=max(0.0, node_seconds * gpus / 3600),
-            productive=None if productive is None else productive / 3600,
-        )
+        hours = max(0.0, node_seconds * gpus / 3600)
     return {
         "elapsed_seconds": max(0.0, until - began),
         "queue_seconds": queued,

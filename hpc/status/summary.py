@@ -12,14 +12,6 @@ from hpc.run.spec import Service
 TERMINAL = frozenset({"completed", "failed", "cancelled"})
 
 
-class GpuHours(Struct, frozen=True, kw_only=True):
-    """The hours of a run's GPUs, spares included, from each claim to the end of the attempt."""
-
-    allocated: float
-    productive: float | None
-    """Hours of the ranks in steps that count; None if the script does not report its steps."""
-
-
 class AttemptSummary(Struct, frozen=True, kw_only=True):
     """One attempt."""
 
@@ -125,7 +117,8 @@ class Summary(Struct, frozen=True, kw_only=True):
     gpu_type: str | None
     elapsed_seconds: float | None
     queue_seconds: float | None
-    gpu_hours: GpuHours | None
+    gpu_hours: float | None
+    """Hours of all GPUs, spares included, outside of the queue."""
     goodput: float | None
     """The productive share of the time."""
     interruptions: tuple[Interruption, ...]

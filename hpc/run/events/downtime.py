@@ -204,17 +204,6 @@ def waits_of(history: History, until: float) -> list[tuple[float, float]]:
     return [(min(begin, start), start) for begin, start in zip(begins, starts, strict=True)]
 
 
-def productive_seconds(history: History, train_seconds: float | None) -> float | None:
-    """Return the GPU-seconds of all steps that count, without those of a fork's original; None if not recorded."""
-    if train_seconds is None:
-        return None
-    starts = history.of(TrainStarted)
-    # A start's `train_seconds` are the seconds of the steps that count until then. Each of its ranks uses one GPU.
-    marks = pairwise([*(start.train_seconds for start in starts), train_seconds])
-    trained = (max(0.0, end - begin) for begin, end in marks)
-    return float(sum(start.world_size * seconds for start, seconds in zip(starts, trained, strict=True)))
-
-
 def goodput(train_seconds: float | None, began: float, ended: float) -> float | None:
     """Return the share of a run's time, from `began` to `ended`, that productive steps took; None if unknown."""
     if train_seconds is None or ended <= began:

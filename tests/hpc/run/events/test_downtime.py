@@ -22,7 +22,7 @@ from support.events import (
 )
 
 from hpc.base.files import append_json_line
-from hpc.run.events.downtime import PARTS, Interruption, goodput, interruptions_of, productive_seconds, waits_of
+from hpc.run.events.downtime import PARTS, Interruption, goodput, interruptions_of, waits_of
 from hpc.run.events.history import History
 from hpc.run.events.kinds import Event
 from hpc.run.rundir import RunDir
@@ -198,11 +198,3 @@ def test_waits_are_for_an_attempt_that_somebody_wants() -> None:
     assert waits_of(History(events), 50.0) == [(0.0, 4.0), (20.0, 30.0), (50.0, 50.0)]
     events += [attempt_ended(60.0, "cancelled", attempt=2), resumed(90.0, attempt=2)]
     assert waits_of(History(events), 95.0)[2:] == [(90.0, 95.0)], "the user did not want it for half a minute"
-
-
-def test_steps_count_for_the_gpus_of_their_ranks_and_a_forks_only_for_its_own() -> None:
-    starts = [
-        train_started(at, world_size=size, train_seconds=done) for at, size, done in ((1, 2, 900.0), (9, 1, 950.0))
-    ]
-    assert productive_seconds(History(starts), 1000.0) == 2 * 50 + 50
-    assert productive_seconds(History(starts), None) is None
