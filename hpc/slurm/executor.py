@@ -42,8 +42,8 @@ _SIGNALS = " ".join(number.name.removeprefix("SIG") for number in ENDING_SIGNALS
 _OUTLIVE, _IGNORE = f"trap : {_SIGNALS}", f"trap '' {_SIGNALS}"
 # In the shell of a job array or heterogeneous job, sbatch passes that job's variables on, and srun would obey them.
 _REFUSED = (
-    "torchrelay: {} is set, so this job is a part of {}, or was submitted in one, but a run is one job. Nothing was "
-    "started: type sbatch {} {}, outside of such a job"
+    "torchrelay: this job is a part of a job array or a heterogeneous job, or was submitted in one, but a run is one "
+    "job. Nothing was started: type sbatch {}, without --array and outside of such a job"
 )
 
 
@@ -58,14 +58,10 @@ def agent_command(run: RunDir, module: str = "jobs.agent") -> str:
     )
 
 
-def _one_job(run: RunDir) -> list[str]:
-    """Return script lines that end an array or heterogeneous job, because each part of it would be a job of the run."""
-    parts = (
-        ("SLURM_ARRAY_JOB_ID", "a job array", "without --array"),
-        ("SLURM_HET_SIZE", "a heterogeneous job", "alone"),
-    )
-    texts = {name: shlex.quote(_REFUSED.format(name, what, run.script, how)) for name, what, how in parts}
-    return [f'[ -z "${{{name}-}}" ] || {{ echo {text}; exit 1; }}' for name, text in texts.items()]
+def _one_job(run: RunDir) -> str:
+    """Return the script line that ends an array or heterogeneous job: each of its parts would be a job of the run."""
+    text = shlex.quote(_REFUSED.format(run.script))
+    return f'[ -z "${{SLURM_ARRAY_JOB_ID-}}${{SLURM_HET_SIZE-}}" ] || {{ echo {text}; exit 1; }}'
 
 
 def _whole_packages(run: RunDir) -> list[str]:
@@ -98,7 +94,7 @@ def setup(run: RunDir, resources: Resources) -> list[str]:
     eval keeps a user's line from continuing in ours. The trap reports the line if it fails, or if an `exit` or `set -e`
     in it ends the script.
     """
-    first = [_OUTLIVE, *_one_job(run), _unset(resources)]
+    first = [_OUTLIVE, _one_job(run), _unset(resources)]
     if not resources.setup:
         return first
     failed = f'exit_code=$?; {_IGNORE}; exec {agent_command(run, "jobs.last_resort")} $exit_code "$torchrelay_setup"'
