@@ -50,6 +50,8 @@ class NodeGroup(StagingGroup):
 
     def plan(self) -> StagingPlan | None:
         """Return the first node's plan; None until this node has received it."""
+        if not self.has_peers:
+            return super().plan()
         self.update()
         return self._current()
 

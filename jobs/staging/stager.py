@@ -289,9 +289,7 @@ class Stager:
         return copy.stats, chunks.copied_files()
 
     def _wait_for_owners(self) -> tuple[Address, ...]:
-        """Return the owners of the batches; none on the only node, and if the first node does not name them in time."""
-        if not self._group.has_peers:
-            return ()
+        """Return the owners of the batches; none if the first node does not name them in time."""
         deadline = time.monotonic() + _PLAN_SECONDS
         while time.monotonic() < deadline:
             plan = self._group.plan()

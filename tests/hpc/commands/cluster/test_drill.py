@@ -245,4 +245,4 @@ def test_without_a_terminal_yes_is_required(run: RunDir, rank: int) -> None:
     done = hpc("drill", str(run.path), "worker-kill")
     assert (done.returncode, done.stdout) == (2, "")
     assert "no terminal to confirm in: add --yes to kill rank 0 with SIGKILL" in done.stderr
-    assert process_state(rank) == "S"
+    assert process_state(rank) in {"R", "S"}, "it lives"
