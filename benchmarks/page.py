@@ -88,7 +88,7 @@ def first_screen() -> str:
     costs, kinds = _costs(), ("worker killed", "node killed", "preempted")
     contenders = {SUBMITIT: SUBMITIT, UNCHANGED: "Torchrelay, step 1", SCRIPT: "Torchrelay, step 2"}
     rows = [[_FAILURES[kind], *(f"{costs[kind, name]['cost_s']:.0f}" for name in contenders)] for kind in kinds]
-    return _table(("seconds lost (standstill + repeated steps)", *contenders.values()), rows)
+    return _table(("seconds lost (downtime + repeated steps)", *contenders.values()), rows)
 
 
 def own_recovery() -> str:
