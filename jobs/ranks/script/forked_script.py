@@ -7,6 +7,7 @@ starts in a second.
 
 import builtins
 import contextlib
+import ctypes
 import io
 import os
 import runpy
@@ -26,6 +27,10 @@ from jobs.ranks.script.step_counter import count_steps
 
 _ROOT = str(Path(__file__).parents[3])
 _OURS = frozenset({"hpc", "jobs", "torchrelay", "training"})
+# Parameters of mallopt(3), and their values in bytes. In a Python of its own, glibc raises them up to these values as
+# large tensors are freed. In forks, it did not (glibc 2.36): malloc gave the memory back after each step, so a rank on
+# CPUs had 9,000 page faults a step instead of 10, and made 20 % fewer steps.
+_THRESHOLDS = {-3: 32 * 2**20, -1: 64 * 2**20}  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
 
 
 def run_script(program: Sequence[str]) -> None:
@@ -82,6 +87,9 @@ def _become_main_process(program: Sequence[str]) -> None:
         setattr(sys, name, text)
         setattr(sys, f"__{name}__", text)
     leave_multiprocessing()
+    with contextlib.suppress(AttributeError):  # a C library without mallopt
+        for parameter, value in _THRESHOLDS.items():
+            ctypes.CDLL(None).mallopt(parameter, value)
     # Python reseeds its own generator after a fork. The generators of numpy and torch would be the same on all ranks.
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()

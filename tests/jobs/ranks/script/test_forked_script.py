@@ -198,6 +198,29 @@ def test_ranks_draw_different_random_numbers(code: Path) -> None:
     assert all(first != second for first, second in zip(*draws, strict=True)), draws
 
 
+# Without the thresholds, glibc maps the first buffer, and takes new pages for the second one.
+BUFFERS = """
+import resource
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+def fill():
+    return len(b"x" * (20 * 2**20))
+
+fill()
+before = faults()
+fill()
+print(faults() - before)
+"""
+
+
+def test_freed_memory_is_kept_for_the_next_step(code: Path) -> None:
+    (code / "train.py").write_text(BUFFERS)
+    [pages] = run_forked(code, str(code / "train.py"))[1].split()
+    assert int(pages) < 1000, "20 MB are 5,120 pages"
+
+
 def test_what_a_script_imports_is_imported_before_the_ranks_fork() -> None:
     source = b"""
 import os, torch.utils.data as data
