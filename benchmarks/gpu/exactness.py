@@ -17,7 +17,7 @@ from benchmarks.gpu.part import Found, Row, data_directory, device, same_bits
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import BatchRequest
-from training.data.build import load_data, move_to_device
+from training.data.build import load_data, moved
 from training.data.loader import ImageSource, load_device_batches
 
 COMPARED = 64
@@ -46,12 +46,12 @@ def same_images(data: str) -> bool:
     for options in AUGMENTATIONS:
         config = TrainConfig(data=data, val_split=0.0, image_size=size, **options)
         opened = load_data(config, check_data(resolve_data(data)), size)
-        moved = move_to_device(config, opened, device())
+        there = moved(opened, device())
         requests = [
             BatchRequest(indices=tuple(range(first, COMPARED, 4)), epoch=epoch)
             for first, epoch in enumerate([0, 1, None])
         ]
-        same = same and all(_same(opened.train, source, requests) for source in (moved.train, opened.train))
+        same = same and all(_same(opened.train, source, requests) for source in (there.train, opened.train))
     return same
 
 

@@ -61,7 +61,7 @@ class Patience:
             self._known[names] = 0.0
 
     def _is_cut_off(self, num_silent: int) -> bool:
-        """Return whether other nodes can continue without this one. If it left, the job would lack it until its end."""
+        """Return whether other nodes continue without this one. If it left, the job would lack it until its end."""
         if self._node.allocation.num_nodes - num_silent < self._node.spec.fewest_to_continue:
             return False
         time.sleep(_REPORT_SECONDS)

@@ -6,12 +6,12 @@ from dataclasses import asdict, replace
 from msgspec import convert
 from torch import nn
 
+from hpc.base.kernel import MOST_FREED_BYTES, keep_freed_memory
 from hpc.run.events.kinds import Preflight, Software
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.rules import check_device, check_validation
 from training.config.train_config import check_world, needs_compiler
 from training.data.build import load_data, move_to_device, synthetic_data
-from training.data.loader import keep_freed_memory
 from training.engine.evaluation_run import EvaluationRun
 from training.engine.preflight import run_preflight
 from training.engine.shared_data import check_same, loader_workers, shared_file_index, user_paths
@@ -36,7 +36,7 @@ def launch(context: RunContext, rank_info: RankInfo) -> None:
         BadNodeError: this rank's node cannot train.
         TorchrelayError: the training failed.
     """
-    keep_freed_memory()
+    keep_freed_memory(MOST_FREED_BYTES)
     if not needs_compiler(context.config):
         leave_out_compiler()
     configure(context.config)

@@ -7,7 +7,6 @@ starts in a second.
 
 import builtins
 import contextlib
-import ctypes
 import io
 import os
 import runpy
@@ -20,6 +19,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from hpc.base.environment import HEARTBEAT
+from hpc.base.kernel import keep_freed_memory
 from jobs import compat
 from jobs.compat import end_threads_and_run_exit_functions, leave_multiprocessing, run_module_as_main
 from jobs.ranks.script.attached_callback import attach_callbacks
@@ -27,10 +27,9 @@ from jobs.ranks.script.step_counter import count_steps
 
 _ROOT = str(Path(__file__).parents[3])
 _OURS = frozenset({"hpc", "jobs", "torchrelay", "training"})
-# Parameters of mallopt(3), and their values in bytes. In a Python of its own, glibc raises them up to these values as
-# large tensors are freed. In forks, it did not (glibc 2.36): malloc gave the memory back after each step, so a rank on
-# CPUs had 9,000 page faults a step instead of 10, and made 20 % fewer steps.
-_THRESHOLDS = {-3: 32 * 2**20, -1: 64 * 2**20}  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+# In a Python of its own, glibc keeps up to this many freed bytes once large tensors have been freed. In a fork it did
+# not (glibc 2.36): a rank on CPUs had 9,000 page faults a step instead of 10, and made up to 20 % fewer steps.
+_FREED_BYTES = 64 * 2**20
 
 
 def run_script(program: Sequence[str]) -> None:
@@ -87,9 +86,7 @@ def _become_main_process(program: Sequence[str]) -> None:
         setattr(sys, name, text)
         setattr(sys, f"__{name}__", text)
     leave_multiprocessing()
-    with contextlib.suppress(AttributeError):  # a C library without mallopt
-        for parameter, value in _THRESHOLDS.items():
-            ctypes.CDLL(None).mallopt(parameter, value)
+    keep_freed_memory(_FREED_BYTES)
     # Python reseeds its own generator after a fork. The generators of numpy and torch would be the same on all ranks.
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
