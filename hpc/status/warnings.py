@@ -132,9 +132,4 @@ def _staging_warning(event: DataStaged) -> str | None:
         )
     if event.in_memory:
         return f"the copy of {event.source} on {event.node} is RAM-backed: add the size of the data set to --mem"
-    if event.shared:
-        return (
-            f"the copy of {event.source} on {event.node} is not on that node's own disk ({event.shared}): "
-            "set --stage-dir to a directory on the nodes' disks"
-        )
     return None

@@ -14,7 +14,6 @@ from typing import Self
 
 from hpc.base.errors import BadNodeError, TorchrelayError
 from hpc.base.files import DISK_FULL
-from hpc.base.kernel import NETWORK_BACKED, RAM_BACKED, file_system_type
 from hpc.run.nodedir import NoLocksError
 from jobs.staging.coordination import Address, CacheStatus, StagingGroup
 from jobs.staging.copy import Copy, CopyStats
@@ -28,6 +27,7 @@ from jobs.staging.store import (
     StalledError,
     available_bytes,
     boot_id,
+    is_memory,
     open_store,
 )  # fmt: skip
 from jobs.staging.unpack_archive import unpack
@@ -58,8 +58,6 @@ class Staged:
     """Number of damaged files in the copy that this one replaces."""
     in_memory: bool = False
     """Whether the copy is RAM-backed."""
-    shared: str | None = None
-    """Why the copy is not on a disk of this node; None if it is on one."""
 
 
 class NoRoomError(TorchrelayError):
@@ -130,13 +128,11 @@ class Stager:
                 f"or the disk of {self._stage_dir} hangs there; leave the node out with --exclude, or wait longer with "
                 "--stage-timeout"
             ) from None
-        kind = None if staged.in_place else file_system_type(self._stage_dir)
         return replace(
             staged,
             seconds=time.monotonic() - began,
             fallback="; ".join(self._notes) or None,
-            in_memory=kind in RAM_BACKED,
-            shared=f"it is on {kind}, a network file system" if kind in NETWORK_BACKED else None,
+            in_memory=not staged.in_place and is_memory(self._stage_dir),
         )
 
     @property

@@ -203,7 +203,6 @@ class DataStaged(Event, frozen=True, kw_only=True, tag="staged"):
     fallback: str | None = None
     repaired: Int = 0
     in_memory: bool = False
-    shared: str | None = None
 
 
 class EnvironmentStaged(Event, frozen=True, kw_only=True, tag="environment"):

@@ -94,8 +94,6 @@ def test_data_that_are_not_on_the_nodes_disk_are_warned_of() -> None:
     [warning] = found([SUBMITTED, FIRST, copied(in_memory=True)])
     assert "is RAM-backed" in warning
     assert "--mem" in warning
-    [warning] = found([SUBMITTED, FIRST, copied(shared="it is on nfs4, a network file system")])
-    assert warning.startswith("the copy of /photos on gpu01 is not on that node's own disk (it is on nfs4")
     assert found([SUBMITTED, FIRST, copied(in_place="no room"), SECOND]) == []
 
 
