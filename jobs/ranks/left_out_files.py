@@ -13,26 +13,20 @@ from hpc.run.spec import RunSpec
 _NO_FILE = re.compile(r"FileNotFoundError|NotADirectoryError|No such file or directory")
 _QUOTED = re.compile(r"'([^']+)'|\"([^\"]+)\"")
 _NO_MODULE = re.compile(r"No module named '(\w[\w.]*)'")
-_REMOVED_LINK = "Cannot call rmtree on a symbolic link"
 _MODULE_FILES = ("", ".py", "*.so")
 
 
 def find_left_out(run: RunDir, spec: RunSpec, detail: str) -> str | None:
-    """Return what to type if a rank has failed because the run lacks a file, or has a link in its place; else None.
+    """Return what to type if a rank has failed because the run lacks a file; None if not.
 
     Nothing is raised for what cannot be read, or for a name that is no path: this uses `os.path` and `glob`, where
     pathlib would raise.
     """
-    names_file = _REMOVED_LINK in detail or _NO_FILE.search(detail) or _NO_MODULE.search(detail)
+    names_file = _NO_FILE.search(detail) or _NO_MODULE.search(detail)
     record = CodeFiles.load(run.code) if names_file and not spec.in_place else None
     if record is None:
         return None
     root = Path(record.root)
-    if _REMOVED_LINK in detail and record.linked:
-        return (
-            f"the script removes a directory that is, in a run, a link to the one in {root}: remove what is in it "
-            "instead, or submit with --in-place"
-        )
     pairs = [*_modules(run, spec, record, detail), *_paths(run, spec, root, detail)]
     original = next(
         (own for own, in_run in pairs if os.path.exists(own) and not os.path.lexists(in_run)),  # noqa: PTH110

@@ -77,9 +77,3 @@ def test_a_run_in_place_or_of_an_earlier_version_has_nothing_left_out(tmp_path: 
     shutil.rmtree(run.code, ignore_errors=True)
     assert find_left_out(run, script_spec("train.py"), detail) is None
     assert find_left_out(run, replace(script_spec("train.py"), in_place=str(tmp_path)), detail) is None
-
-
-def test_a_link_that_the_script_cannot_remove_is_explained(explain: Callable[[str], str | None]) -> None:
-    said = explain("OSError: Cannot call rmtree on a symbolic link")
-    assert said
-    assert "remove what is in it instead, or submit with --in-place" in said
