@@ -63,8 +63,6 @@ class Limits:
     """Maximum seconds that one send or receive may wait."""
     max_message_bytes: int
     """Maximum bytes of a message; a longer message ends its connection."""
-    max_connections: int = 4096
-    """Maximum number of authenticated connections of a server, which closes further ones."""
     max_unauthenticated: int = 128
     """Maximum number of unauthenticated connections of a server. For a further one, it closes the oldest. Agents
     authenticate within milliseconds, so idle connections cannot keep them out."""
@@ -313,7 +311,7 @@ class Server:
             connection.handshake(self._secret, self._purpose, is_server=True)
             with self._lock:
                 self._unauthenticated.pop(connection, None)
-                if len(self._authenticated) >= self._limits.max_connections or self._closed.is_set():
+                if self._closed.is_set():
                     return
                 self._authenticated.add(connection)
             self._serve(connection)

@@ -152,21 +152,6 @@ def test_a_thousand_hostile_connections_leave_no_thread_and_no_file(server: Serv
     assert works(server)
 
 
-def test_authenticated_connections_are_limited_and_none_is_cut() -> None:
-    server = Server(SECRET, PURPOSE, echo, Limits(timeout_seconds=30, max_message_bytes=1000, max_connections=2))
-    with client(server.port) as first, client(server.port) as second:
-        for connection in (first, second):
-            connection.send({})
-            assert connection.receive() == {"echo": {}}
-        with client(server.port) as third, pytest.raises(TransportError):
-            third.receive()
-        first.send({})
-        assert first.receive() == {"echo": {}}
-    wait_for(lambda: not server._authenticated)
-    assert works(server), "places are given back"
-    server.close()
-
-
 def test_oversized_message_is_refused_by_its_length(server: Server) -> None:
     with client(server.port) as connection:
         connection.send_bytes(transport._LENGTH.pack(2**32 - 1))
