@@ -28,7 +28,7 @@ from hpc.run.own_packages import packages_alone
 from hpc.run.rundir import RunDir
 from hpc.run.spec import Network
 from hpc.slurm import squeue
-from hpc.slurm.srun import users_pythonpath
+from hpc.slurm.pythonpath import users_pythonpath
 from jobs import claim
 from jobs.control.channel import (
     ControlChannel,

@@ -10,7 +10,6 @@ from hpc.run.causes import JobState
 from hpc.run.events.history import History
 from hpc.run.events.kinds import Submitted
 from hpc.run.rundir import RunDir
-from hpc.slurm import client as slurm
 from hpc.slurm import squeue
 from hpc.slurm.squeue import SlurmJob, jobs_by_script
 
@@ -52,14 +51,6 @@ def running_job(run: RunDir) -> SlurmJob:
     if not running:
         raise UserError(f"run {run.name} has no running job: hpc status {run.name} says why")
     return running[-1]
-
-
-def chosen_node(run: RunDir, job: SlurmJob, name: str | None) -> str:
-    """Return the job's node `name`, or its first node if None. Raises UserError if the job does not have the node."""
-    nodes = slurm.hostnames(job.nodes)
-    if name is not None and name not in nodes:
-        raise UserError(f"--node is {name!r}, but run {run.name} runs on {', '.join(nodes)}")
-    return name or nodes[0]
 
 
 def jobs_by_run(runs: Sequence[RunDir], jobs: Mapping[str, SlurmJob]) -> dict[Path, list[SlurmJob]]:

@@ -25,7 +25,7 @@ from hpc.run.rundir import RunDir
 from hpc.run.spec import Resources, RunSpec
 from hpc.slurm import bad_nodes, handover, sinfo, squeue, submission
 from hpc.slurm.predecessors import dependency
-from hpc.slurm.srun import own_pythonpath
+from hpc.slurm.pythonpath import own_pythonpath
 from hpc.slurm.submission import StartEstimate, lacks_nodes, parse_estimate, refusal
 
 # The script's srun inherits these variables from the shell in which sbatch was typed. In another job's shell, they pin

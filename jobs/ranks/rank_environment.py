@@ -28,7 +28,7 @@ from hpc.run.device_choice import RANK_VARIABLES
 from hpc.run.events import ledger
 from hpc.run.nodedir import NodeDir
 from hpc.services.tracking.tracker import rank_variables
-from hpc.slurm.srun import users_pythonpath
+from hpc.slurm.pythonpath import users_pythonpath
 from jobs.control.channel import interface_of
 from jobs.control.messages import Directive
 from jobs.node_attempt import NodeAllocation, NodeAttempt

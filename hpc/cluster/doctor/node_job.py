@@ -19,7 +19,7 @@ from hpc.commands import cli
 from hpc.run.spec import Network, Resources
 from hpc.slurm import client as slurm
 from hpc.slurm import sinfo
-from hpc.slurm.srun import own_pythonpath
+from hpc.slurm.pythonpath import own_pythonpath
 from hpc.submissions.resources import resolve_resources
 from hpc.submissions.user_python import user_environment
 

@@ -22,7 +22,7 @@ from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.slurm import client as slurm
 from hpc.slurm.client import running_slurm_conf
-from hpc.slurm.srun import own_pythonpath
+from hpc.slurm.pythonpath import own_pythonpath
 from hpc.status.printing import print_interruptions, summaries
 from hpc.status.summary import TERMINAL, Summary
 

@@ -10,8 +10,8 @@ from typing import Annotated
 from hpc.base.errors import UserError
 from hpc.base.flags import Flag
 from hpc.commands import cli
-from hpc.slurm.alive import chosen_node, running_job
-from hpc.slurm.srun import step_beside_training
+from hpc.slurm import client as slurm
+from hpc.slurm.alive import running_job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +26,16 @@ def shell(options: ShellOptions) -> int:
     """Run the shell to its end, and return its exit code; with --json, print the command line instead."""
     run = cli.find_own_run(options.run, options.runs_dir)
     job = running_job(run)
-    node = chosen_node(run, job, options.node)
-    program = [os.environ.get("SHELL", "/bin/sh"), "-l"]
-    command = [*step_beside_training(job.job_id, [node]), f"--chdir={run.path}", "--pty", *program]
+    nodes = slurm.hostnames(job.nodes)
+    node = nodes[0] if options.node is None else options.node
+    if node not in nodes:
+        raise UserError(f"--node is {node!r}, but run {run.name} runs on {', '.join(nodes)}")
+    # Without --overlap, the step would wait until the training ends. It shares what the ranks have: binding it to some
+    # of their CPUs would slow down a single rank.
+    command = [
+        "srun", f"--jobid={job.job_id}", "--overlap", f"--nodelist={node}", "--nodes=1", "--ntasks-per-node=1",
+        "--cpu-bind=none", f"--chdir={run.path}", "--pty", os.environ.get("SHELL", "/bin/sh"), "-l",
+    ]  # fmt: skip
     if options.json:
         cli.print_json({"run": run.name, "job_id": job.job_id, "node": node, "command": command})
         return 0

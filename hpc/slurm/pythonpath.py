@@ -1,22 +1,9 @@
-"""Builds the srun of a job step beside the training, and the PYTHONPATH of our programs. Runs on the login node."""
+"""Builds the PYTHONPATH of our programs, and takes it apart again. Runs on login and compute nodes."""
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 from hpc.run.rundir import LIBRARY
-
-
-def step_beside_training(job_id: str, nodes: Sequence[str]) -> list[str]:
-    """Return the start of an srun command for one task on each of these nodes of a job. The caller adds the program.
-
-    The task reserves nothing: it shares the CPUs, memory and GPUs of the ranks.
-    """
-    # Without --overlap the step would wait until the training ends. The job's CPUs belong to the ranks: binding the
-    # step to some of these CPUs would slow down a single rank.
-    place = [f"--nodelist={','.join(nodes)}", f"--nodes={len(nodes)}", "--ntasks-per-node=1", "--cpu-bind=none"]
-    return ["srun", f"--jobid={job_id}", "--overlap", *place]
-
 
 _PACKAGES = Path(__file__).parents[2]
 
