@@ -196,7 +196,7 @@ class SlurmExecutor(SubmititSlurm):
             return ask(submission.exclude_option(typed))
 
     def _refused(self, error: submission.NotQueuedError) -> UserError:
-        return UserError(f"sbatch refused the job: {refusal(error.printed, self.spec)}")
+        return UserError(f"sbatch refused the job: {refusal(error.printed)}")
 
 
 def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from hpc.base.errors import TorchrelayError
 from hpc.run.causes import JobState
-from hpc.run.spec import RunSpec
 from hpc.slurm import client
 from hpc.slurm.squeue import jobs, jobs_by_script
 
@@ -21,7 +20,6 @@ _ESTIMATE = re.compile(r"Job \d+ to start at (?P<time>\S+) .*on nodes (?P<nodes>
 _REPLY = re.compile(r"\bSubmitted batch job (\d+)\b")
 _PARSABLE = re.compile(r"(\d+)(?:;\S+)?")
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
-# With this error, Slurm does not say which of the requested properties the nodes lack.
 _NO_SUCH_NODES = "Requested node configuration is not available"
 
 
@@ -155,25 +153,16 @@ def parse_estimate(printed: str) -> StartEstimate | None:
     return StartEstimate(time=match["time"], nodes=match["nodes"]) if match else None
 
 
-def refusal(printed: str, spec: RunSpec) -> str:
-    """Return why sbatch refuses the job of a run: all its errors, in one line. The first is the most exact.
+def refusal(printed: str) -> str:
+    """Return why sbatch refuses a job: all its errors, in one line. The first is the most exact.
 
     A site's job_submit plugin may print other lines before the errors, and sbatch may print a hint after them.
     """
     lines = [line.strip() for line in printed.splitlines() if line.strip() and not line.startswith("Try ")]
     errors = [line for line in lines if "error:" in line or "failure:" in line] or lines[:1]
-    reason = "; ".join(dict.fromkeys(_PREFIX.sub("", line, count=1) for line in errors))
-    return f"{reason}. No nodes fit {_asked(spec)}: ask for less" if reason == _NO_SUCH_NODES else reason
+    return "; ".join(dict.fromkeys(_PREFIX.sub("", line, count=1) for line in errors))
 
 
 def lacks_nodes(printed: str) -> bool:
     """Return whether `sbatch --test-only` may have refused a job only because too few nodes are in service."""
     return _NO_SUCH_NODES in printed
-
-
-def _asked(spec: RunSpec) -> str:
-    """Return the run's flags that nodes must match, as the user would type them."""
-    resources = spec.resources
-    names = ("partition", "nodes", "gpus_per_node", "cpus_per_gpu", "mem", "constraint", "exclude")
-    typed = [(name, getattr(resources, name)) for name in names] + [("sbatch", option) for option in resources.sbatch]
-    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in typed if value is not None)
