@@ -52,7 +52,9 @@ def claim_next(
     history = History.load(run)
     if history.is_cancelled:
         raise TorchrelayError(f"run {run.name} was cancelled, so this job starts nothing: type {_resume(run)}")
-    if history.outcome == "failed" and _was_replaced(history, allocation):
+    # Slurm requeues a preempted job that it ended before the agents could end it.
+    was_replaced = allocation.job_id in {attempt.job_id for attempt in history.attempts} - {history.last_job_id}
+    if history.outcome == "failed" and was_replaced:
         raise TorchrelayError(
             f"run {run.name} has failed in a later job, so this job starts nothing: type {_resume(run)}"
         )
@@ -68,15 +70,6 @@ def claim_next(
             _wait_for_job_end(last.job_id, run, allocation)
         handover.record_missing_end(run, last, "the job ended, and its agents recorded no reason (was a node lost?)")
     return claim(run, allocation, port, secret, addresses, start_once=start_once)
-
-
-def _was_replaced(history: History, allocation: NodeAllocation) -> bool:
-    """Return whether this job has made an attempt before and a newer job continued the run.
-
-    Slurm requeues a preempted job that it ended before the agents could end it.
-    """
-    jobs = {attempt.job_id for attempt in history.attempts}
-    return allocation.job_id in jobs and allocation.job_id != history.last_job_id
 
 
 def refuse_if_complete(run: RunDir, allocation: NodeAllocation) -> bool:

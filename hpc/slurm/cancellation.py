@@ -38,7 +38,11 @@ def cancel_run(run: RunDir, before: str, *, final: bool = False) -> bool:
         except OSError as error:
             problems.append(f"the cancellation cannot be recorded, so the run may continue: {error}")
     if on_slurm and not problems:
-        problems += _release_waiting_jobs(run)
+        # Let runs that wait for this one start, even if it had no job that Slurm could end.
+        try:
+            redirect_waiting_jobs(run)
+        except TorchrelayError as error:
+            problems.append(f"runs that wait for it may stay held: {error}")
     if problems:
         raise TorchrelayError(
             f"run {run.name}: {'; '.join(problems)}; type hpc cancel again when this problem is solved"
@@ -46,15 +50,6 @@ def cancel_run(run: RunDir, before: str, *, final: bool = False) -> bool:
     for job_id in [] if on_slurm else local_jobs(run):
         os.kill(int(job_id), signal.SIGTERM)  # submitit's controller passes it on to the agents
     return is_new
-
-
-def _release_waiting_jobs(run: RunDir) -> list[str]:
-    """Let runs that wait for this one start, even if it had no job that Slurm could end. Return error messages."""
-    try:
-        redirect_waiting_jobs(run)
-    except TorchrelayError as error:
-        return [f"runs that wait for it may stay held: {error}"]
-    return []
 
 
 def _end_jobs(run: RunDir) -> list[str]:

@@ -29,8 +29,8 @@ from hpc.programs.program_kinds import program_of_run, settings_of
 from hpc.run.causes import Cause
 from hpc.run.events.history import History
 from hpc.run.events.kinds import Cancelled, CheckpointSaved, Resubmitted, Resumed, SnapshotSaved, TrainCompleted
-from hpc.run.events.ledger import EventWriter
-from hpc.run.events.resumption import next_resumption, record_resumption, resumption_file
+from hpc.run.events.ledger import EventWriter, record_once
+from hpc.run.events.resumption import next_resumption, resumption_file
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec, program_of
 from hpc.services.notification.recipients import with_known_names
@@ -237,7 +237,7 @@ def _continue(run: RunDir, before: RunSpec, after: RunSpec, history: History, *,
             revision=run.revision.read_text().strip() if copy and run.revision.exists() else None,
             grace_seconds=preemption_grace(after),
         )  # fmt: skip
-        if not record_resumption(run, resumed):
+        if not record_once(resumption_file(run, number), resumed):
             raise TorchrelayError(f"another process has resumed run {run.name}: see hpc status {run.name}")
         undo.callback(resumption_file(run, number).unlink)
         try:

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from hpc.run.events import ledger
 from hpc.run.events.history import History
-from hpc.run.events.kinds import Resumed
-from hpc.run.events.ledger import record_once
 from hpc.run.rundir import RunDir
 
 _PREFIX = "resume-"
@@ -23,21 +21,13 @@ def current_spec(run: RunDir) -> Path:
 
 
 def resumption_file(run: RunDir, number: int) -> Path:
-    """Return the file of the events of one `hpc resume`."""
+    """Return the file of the event of one `hpc resume`, which `record_once` writes."""
     return run.events / f"{_PREFIX}{number:03d}.jsonl"
 
 
 def next_resumption(run: RunDir) -> int:
     """Return the number of the next resumption; the first is 1."""
     return sum(1 for _ in run.events.glob(f"{_PREFIX}*.jsonl")) + 1
-
-
-def record_resumption(run: RunDir, resumed: Resumed) -> bool:
-    """Record that the user has resumed the run. Return False if another process has recorded this resumption.
-
-    `resumed.cancellations` is the number of the cancellations so far, which no longer count.
-    """
-    return record_once(resumption_file(run, resumed.number), resumed)
 
 
 def is_cancelled_now(run: RunDir) -> bool:

@@ -6,11 +6,11 @@ import pytest
 from support.events import cancelled, records_in, resumed, write_events
 
 from hpc.run.events.kinds import Resumed
+from hpc.run.events.ledger import record_once
 from hpc.run.events.resumption import (
     current_spec,
     is_cancelled_now,
     next_resumption,
-    record_resumption,
     resumption_file,
 )
 from hpc.run.rundir import RunDir
@@ -26,14 +26,16 @@ def test_each_resumption_has_its_number_and_its_spec(run: RunDir) -> None:
     assert (next_resumption(run), current_spec(run)) == (1, run.spec)
     for number in range(1, 12):
         assert next_resumption(run) == number
-        assert record_resumption(run, Resumed(number=number, cancellations=0, attempt=number, by="me"))
+        resumption = Resumed(number=number, cancellations=0, attempt=number, by="me")
+        assert record_once(resumption_file(run, number), resumption)
         assert current_spec(run) == run.revised_spec(number)
     assert resumption_file(run, 1).name == "resume-001.jsonl", "names sort as numbers do"
 
 
 def test_resumption_is_recorded_once_with_the_cancellations_that_its_user_saw(run: RunDir) -> None:
-    assert record_resumption(run, Resumed(number=1, cancellations=2, attempt=3, by="me"))
-    assert not record_resumption(run, Resumed(number=1, cancellations=0, attempt=4, by="another"))
+    file = resumption_file(run, 1)
+    assert record_once(file, Resumed(number=1, cancellations=2, attempt=3, by="me"))
+    assert not record_once(file, Resumed(number=1, cancellations=0, attempt=4, by="another"))
     [event] = records_in(run.events)
     fields = ("event", "number", "cancellations", "attempt", "by")
     assert tuple(event[name] for name in fields) == ("resumed", 1, 2, 3, "me")
