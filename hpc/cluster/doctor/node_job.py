@@ -34,14 +34,14 @@ class NodeOptions(cli.RunsOptions):
     """Measure these nodes in a short job, instead of any nodes (--nodes)."""
     resources: Resources = field(default_factory=Resources)
     network: Network = field(default_factory=Network)
-    stage_dir: Path | None = None
-    """Directory on each node's own disk. Default: that of your newest run, or /tmp."""
+    stage_dir: Path = Path("/tmp")  # noqa: S108 - submit's default
+    """Directory on each node's own disk."""
     python: Path | None = None
     """Python with the torch that the ranks use, as in hpc submit.
     Default: that of the active environment, or this Python."""
 
 
-def probe_nodes(options: NodeOptions, partition: str, stage_dir: Path) -> tuple[Resources, list[NodeInfo]]:
+def probe_nodes(options: NodeOptions, partition: str) -> tuple[Resources, list[NodeInfo]]:
     """Run the job on the nodes of `--node` (names, or lists such as gpu[01-03]) or, without names, on any nodes.
 
     Returns the job's resources, and the reports of the nodes that answered, in the order of their tasks.
@@ -61,8 +61,8 @@ def probe_nodes(options: NodeOptions, partition: str, stage_dir: Path) -> tuple[
     existing = nearest_existing(options.runs_dir.expanduser().resolve())
     with tempfile.TemporaryDirectory(prefix=".doctor-", dir=existing, ignore_cleanup_errors=True) as shared:
         probe = (
-            "jobs.node_probe", shared, str(stage_dir), str(resources.gpus_per_node.count), network.interface or "",
-            str(network.port_range or ""), python or sys.executable,
+            "jobs.node_probe", shared, str(options.stage_dir), str(resources.gpus_per_node.count),
+            network.interface or "", str(network.port_range or ""), python or sys.executable,
         )  # fmt: skip
         return resources, read_reports(slurm.run_srun(srun_argv(resources, names, probe)))
 

@@ -1,33 +1,19 @@
 """Judges Slurm's configuration for `hpc doctor`, by a table of checks. Pure; runs on the login node."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from math import ceil
 
 from hpc.cluster.doctor.findings import Check, Finding, costs, note, ok
 from hpc.run.stop_times import KILL_WAIT_SECONDS, save_timeout_seconds
 from hpc.slurm.client import LONG_REQUEUE_DELAY_SECONDS, expedites_requeues, requeue_delay_seconds
 from hpc.slurm.cluster_config import ClusterConfig, leading_number
-from hpc.status.warnings import MAX_SHARE
 
 _MIN_SAVE_SECONDS = 10.0
 _LONG_TIMEOUT_SECONDS = 60
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClusterFacts:
-    """Slurm's configuration of a cluster, and the time that a save of a run takes."""
-
-    cluster: ClusterConfig
-    run: str = ""
-    """Name of the run; empty if no run has saved a checkpoint."""
-    save_seconds: float | None = None
-    """Seconds that the run's longest save took."""
-
-    def ask(self, setting: str) -> str:
-        """Return the advice to ask the administrators for a setting of the partition."""
-        name = self.cluster.partition.get("PartitionName", "...")
-        return f"ask the administrators for {setting} in the line PartitionName={name} of slurm.conf"
+def _ask(cluster: ClusterConfig, setting: str) -> str:
+    name = cluster.partition.get("PartitionName", "...")
+    return f"ask the administrators for {setting} in the line PartitionName={name} of slurm.conf"
 
 
 def may_be_preempted(cluster: ClusterConfig) -> bool | None:
@@ -50,39 +36,32 @@ def seconds_to_save(grace: int, kill_wait: int | None) -> float:
     return min(save_timeout_seconds(KILL_WAIT_SECONDS), KILL_WAIT_SECONDS if kill_wait is None else kill_wait)
 
 
-def _took(site: ClusterFacts) -> str:
-    return f", and a save of run {site.run} took {site.save_seconds:.1f} s" if site.save_seconds else ""
-
-
-def _preemption(site: ClusterFacts) -> Finding | None:
-    config, partition = site.cluster.config, site.cluster.partition
+def _preemption(cluster: ClusterConfig) -> Finding | None:
+    config, partition = cluster.config, cluster.partition
     if config.get("PreemptType", "").endswith("/qos"):
         return note(
             "PreemptType=preempt/qos: the QOS defines the GraceTime",
             "if a save takes longer than that, the steps since the last checkpoint are lost",
             "check with sacctmgr show qos format=name,preempt,preemptmode,gracetime",
         )
-    preempted, grace = may_be_preempted(site.cluster), leading_number(partition, "GraceTime")
+    preempted, grace = may_be_preempted(cluster), leading_number(partition, "GraceTime")
     if preempted is None or grace is None:
         return None
     if not preempted:
         return ok("jobs of this partition are not preempted")
     seconds = seconds_to_save(grace, leading_number(config, "KillWait"))
-    took = site.save_seconds
-    value = f"GraceTime={grace}: {seconds:g} s to save on preemption{_took(site)}"
-    if seconds >= _MIN_SAVE_SECONDS and grace > 0 if took is None else took <= MAX_SHARE * seconds:
+    value = f"GraceTime={grace}: {seconds:g} s to save on preemption"
+    if seconds >= _MIN_SAVE_SECONDS and grace > 0:
         return ok(value)
-    verdict = note if took is None else costs
-    sufficient = max(60, ceil((took or 0) / MAX_SHARE) + 10)
-    return verdict(
+    return note(
         value,
         "if a save takes longer, the steps since the last checkpoint are lost",
-        f"{site.ask(f'GraceTime={sufficient}')}; a shorter --checkpoint-every reduces the loss",
+        f"{_ask(cluster, 'GraceTime=60')}; a shorter --checkpoint-every reduces the loss",
     )
 
 
-def _preempt_mode(site: ClusterFacts) -> Finding | None:
-    mode, partition = site.cluster.partition.get("PreemptMode"), site.cluster.partition.get("PartitionName", "")
+def _preempt_mode(cluster: ClusterConfig) -> Finding | None:
+    mode, partition = cluster.partition.get("PreemptMode"), cluster.partition.get("PartitionName", "")
     if mode is None:
         return None
     value = f"PreemptMode={mode} in partition {partition}"
@@ -93,7 +72,7 @@ def _preempt_mode(site: ClusterFacts) -> Finding | None:
             "suspended",
             "nothing to do: the run then continues at the same step. Partitions without preemption avoid the wait",
         )
-    if "CANCEL" in mode and may_be_preempted(site.cluster) is not False:
+    if "CANCEL" in mode and may_be_preempted(cluster) is not False:
         return note(
             value,
             "Slurm ends a preempted job for good: the agents of the run must submit a new job before it is killed",
@@ -102,8 +81,8 @@ def _preempt_mode(site: ClusterFacts) -> Finding | None:
     return ok(value)
 
 
-def _slurmd_timeout(site: ClusterFacts) -> Finding | None:
-    seconds = leading_number(site.cluster.config, "SlurmdTimeout")
+def _slurmd_timeout(cluster: ClusterConfig) -> Finding | None:
+    seconds = leading_number(cluster.config, "SlurmdTimeout")
     if seconds is None:
         return None
     value, ask = f"SlurmdTimeout={seconds} s", "ask the administrators for SlurmdTimeout=60 in slurm.conf"
@@ -119,12 +98,12 @@ def _slurmd_timeout(site: ClusterFacts) -> Finding | None:
     )
 
 
-def _requeue_delay(site: ClusterFacts) -> Finding | None:
-    if "AuthInfo" not in site.cluster.config:
+def _requeue_delay(cluster: ClusterConfig) -> Finding | None:
+    if "AuthInfo" not in cluster.config:
         return None
-    if expedites_requeues(site.cluster.config):
+    if expedites_requeues(cluster.config):
         return ok("none for the jobs of runs (enable_expedited_requeue)")
-    seconds = requeue_delay_seconds(site.cluster.config)
+    seconds = requeue_delay_seconds(cluster.config)
     value = f"{seconds} s"
     if seconds <= LONG_REQUEUE_DELAY_SECONDS:
         return ok(value)
@@ -138,8 +117,8 @@ def _requeue_delay(site: ClusterFacts) -> Finding | None:
     )
 
 
-def _submits_from_nodes(site: ClusterFacts) -> Finding | None:
-    given = site.cluster.partition.get("AllocNodes")
+def _submits_from_nodes(cluster: ClusterConfig) -> Finding | None:
+    given = cluster.partition.get("AllocNodes")
     if given is None:
         return None
     if given == "ALL":
@@ -148,12 +127,12 @@ def _submits_from_nodes(site: ClusterFacts) -> Finding | None:
         f"AllocNodes={given}",
         "unless these include the compute nodes, a run that lost its first node, or too many nodes, restarts only "
         "after Slurm has noticed (SlurmdTimeout)",
-        site.ask("AllocNodes=ALL"),
+        _ask(cluster, "AllocNodes=ALL"),
     )
 
 
-def _private_tmp(site: ClusterFacts) -> Finding | None:
-    config = site.cluster.config
+def _private_tmp(cluster: ClusterConfig) -> Finding | None:
+    config = cluster.config
     kind = config.get("JobContainerType", config.get("NamespaceType"))  # the new name since Slurm 25.11
     if kind is None:
         return None
@@ -167,7 +146,7 @@ def _private_tmp(site: ClusterFacts) -> Finding | None:
     )
 
 
-OF_SLURM: Mapping[str, Check[ClusterFacts]] = {
+OF_SLURM: Mapping[str, Check[ClusterConfig]] = {
     "preemption": _preemption,
     "PreemptMode": _preempt_mode,
     "SlurmdTimeout": _slurmd_timeout,

@@ -20,12 +20,9 @@ from hpc.base.text import visible
 from hpc.cluster.doctor.findings import OF_LOGIN, Finding, LoginNode, Severity, costs, judge, merge, note, text_of
 from hpc.cluster.doctor.node_findings import OF_MACHINE, OF_NODE, compare
 from hpc.cluster.doctor.node_job import NodeOptions, probe_nodes
-from hpc.cluster.doctor.slurm_findings import OF_SLURM, ClusterFacts
+from hpc.cluster.doctor.slurm_findings import OF_SLURM
 from hpc.commands import cli
-from hpc.run.events.history import History
 from hpc.run.events.ledger import attempt_prefix
-from hpc.run.rundir import RunDir
-from hpc.run.spec import RunSpec
 from hpc.slurm import bad_nodes, cluster_config
 from hpc.slurm import client as slurm
 from hpc.status.printing import console_for
@@ -48,14 +45,13 @@ _COLUMNS = {
 class DoctorOptions(NodeOptions):
     """Find settings of this cluster that cost runs work or time, and print how to change them.
 
-    The times of saves are those of your newest run that has saved a checkpoint. With --nodes N, measure N nodes in a
-    short job, too, and name the slow ones. Exit code 1: something costs runs.
+    With --nodes N, measure N nodes in a short job, too, and name the slow ones. Exit code 1: something costs runs.
     """
 
 
 def doctor(options: DoctorOptions) -> int:
     """Gather facts, judge them, and print the findings. Returns 1 if a finding has the severity `cost`."""
-    found = examine(options, newest_with_a_save(options.runs_dir))
+    found = examine(options)
     if options.json:
         cli.print_json([asdict(written) for finding in found for written in merge([finding])])
     else:
@@ -65,16 +61,8 @@ def doctor(options: DoctorOptions) -> int:
     return int(any(finding.severity is Severity.COST for finding in found))
 
 
-def newest_with_a_save(runs_dir: Path) -> RunDir | None:
-    """Return the newest run that has saved a checkpoint; None if there is none."""
-    runs = reversed(cli.all_runs(runs_dir))
-    return next((run for run in runs if History.load(run).save_seconds is not None), None)
-
-
-def examine(options: DoctorOptions, run: RunDir | None) -> list[Finding]:
+def examine(options: DoctorOptions) -> list[Finding]:
     """Return all findings. Raises UserError if the partition does not exist, or for `--nodes` without Slurm."""
-    spec = RunSpec.load(run) if run else None
-    stage_dir = options.stage_dir or Path(spec.stage_dir if spec else "/tmp")  # noqa: S108 - submit's default
     if (reason := slurm.why_unavailable()) is not None:
         if options.node is not None:
             raise UserError(f"--nodes measures nodes of a cluster, but there is no Slurm here ({reason}): leave it out")
@@ -83,10 +71,10 @@ def examine(options: DoctorOptions, run: RunDir | None) -> list[Finding]:
             "runs use this machine only (--cluster local), and end when it fails",
             "run hpc doctor on a login node",
         )
-        here = node_info.inspect_node(Path(os.path.expandvars(stage_dir)))
+        here = node_info.inspect_node(Path(os.path.expandvars(options.stage_dir)))
         return [verdict.at("slurm", "login"), *judge(OF_MACHINE, here, here.name)]
     try:
-        site = cluster_config.query_cluster(options.resources.partition or (spec.resources.partition if spec else None))
+        cluster = cluster_config.query_cluster(options.resources.partition)
     except UserError:
         raise
     except TorchrelayError as error:
@@ -96,18 +84,15 @@ def examine(options: DoctorOptions, run: RunDir | None) -> list[Finding]:
             "wait, or tell the administrators that slurmctld does not answer",
         )
         return [verdict.at("slurm", "cluster"), *judge(OF_LOGIN, inspect_login(options), "login")]
-    facts = ClusterFacts(cluster=site)
-    if run is not None:
-        facts = ClusterFacts(cluster=site, run=run.name, save_seconds=History.load(run).save_seconds)
-    found = judge(OF_SLURM, facts, "cluster")
+    found = judge(OF_SLURM, cluster, "cluster")
     if options.node is None:
         return [*found, *judge(OF_LOGIN, inspect_login(options), "login")]
-    return [*found, *examine_nodes(options, site.partition["PartitionName"], stage_dir)]
+    return [*found, *examine_nodes(options, cluster.partition["PartitionName"])]
 
 
-def examine_nodes(options: DoctorOptions, partition: str, stage_dir: Path) -> list[Finding]:
+def examine_nodes(options: DoctorOptions, partition: str) -> list[Finding]:
     """Probe nodes in a job, and return the findings about the login node and about these nodes."""
-    resources, nodes = probe_nodes(options, partition, stage_dir)
+    resources, nodes = probe_nodes(options, partition)
     found = judge(OF_LOGIN, inspect_login(options, nodes), "login")
     found += (finding for node in nodes for finding in judge(OF_NODE, node, node.name))
     found += compare(nodes)

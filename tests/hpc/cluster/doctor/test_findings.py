@@ -9,7 +9,7 @@ from hpc.base.errors import UserError
 from hpc.base.node_info import NodeInfo, TorchBuild
 from hpc.cluster.doctor.findings import OF_LOGIN, Finding, LoginNode, Severity, judge, merge
 from hpc.cluster.doctor.node_findings import OF_NODE, compare
-from hpc.cluster.doctor.slurm_findings import OF_SLURM, ClusterFacts
+from hpc.cluster.doctor.slurm_findings import OF_SLURM
 from hpc.slurm.client import parse_config, parse_records
 from hpc.slurm.cluster_config import ClusterConfig, choose_partition, leading_number
 
@@ -86,40 +86,34 @@ TEXTS = {
 
 
 @pytest.mark.parametrize(
-    ("check", "config", "partition", "save_seconds", "severity", "words"),
+    ("check", "config", "partition", "severity", "words"),
     [
-        ("preemption", {}, {}, None, "ok", ["10 s to save"]),
-        ("preemption", {}, {}, 12.0, "cost", ["GraceTime=20", "took 12.0 s", "PartitionName=gpu", "GraceTime=60"]),
-        ("preemption", {}, {"GraceTime": "30"}, 100.0, "cost", ["GraceTime=135"]),
-        ("preemption", {}, NO_GRACE, None, "note", ["15 s to save", "GraceTime=60"]),
-        ("preemption", TEXTS["wait 60"], NO_GRACE, 30.0, "cost", ["20 s to save"]),
-        ("preemption", {}, NOT_PREEMPTED, 12.0, "ok", ["not preempted"]),
-        ("preemption", {}, {**NO_GRACE, "PriorityTier": "10"}, 12.0, "ok", ["not preempted"]),
-        ("preemption", TEXTS["qos"], NO_GRACE, 12.0, "note", ["sacctmgr show qos"]),
-        ("PreemptMode", {}, {}, None, "ok", ["PreemptMode=REQUEUE"]),
-        ("PreemptMode", {}, {"PreemptMode": "CANCEL"}, None, "note", ["partition gpu", "hpc supervise"]),
-        ("PreemptMode", {}, {"PreemptMode": "GANG,SUSPEND"}, None, "note", ["stands still", "says suspended"]),
-        ("SlurmdTimeout", {}, {}, None, "note", ["after 300 s", "after 5 s", "one node", "SlurmdTimeout=60"]),
-        ("SlurmdTimeout", {"SlurmdTimeout": "60 sec"}, {}, None, "ok", []),
-        ("SlurmdTimeout", {"SlurmdTimeout": "0 sec"}, {}, None, "cost", ["never"]),
-        ("requeue delay", {}, {}, None, "note", ["120 s", "in a new job", "--continue-with requeue"]),
-        ("requeue delay", TEXTS["expire"], {}, None, "note", ["600 s", "requeue_delay=5"]),
-        ("requeue delay", TEXTS["own delay"], {}, None, "ok", []),
-        ("requeue delay", {"SlurmctldParameters": "enable_expedited_requeue"}, {}, None, "ok", ["none"]),
-        ("AllocNodes", {}, {"AllocNodes": "login[1-2]"}, None, "note", ["login[1-2]", "PartitionName=gpu"]),
-        ("private /tmp", {}, {}, None, "ok", []),
-        ("private /tmp", {"JobContainerType": "job_container/tmpfs"}, {}, None, "note", ["--stage-dir"]),
-        ("preemption", {}, {"GraceTime": "UNLIMITED"}, None, "unknown", []),
+        ("preemption", {}, {}, "ok", ["GraceTime=20: 10 s to save"]),
+        ("preemption", {}, NO_GRACE, "note", ["15 s to save", "PartitionName=gpu", "GraceTime=60"]),
+        ("preemption", TEXTS["wait 60"], NO_GRACE, "note", ["20 s to save"]),
+        ("preemption", {}, NOT_PREEMPTED, "ok", ["not preempted"]),
+        ("preemption", {}, {**NO_GRACE, "PriorityTier": "10"}, "ok", ["not preempted"]),
+        ("preemption", TEXTS["qos"], NO_GRACE, "note", ["sacctmgr show qos"]),
+        ("PreemptMode", {}, {}, "ok", ["PreemptMode=REQUEUE"]),
+        ("PreemptMode", {}, {"PreemptMode": "CANCEL"}, "note", ["partition gpu", "hpc supervise"]),
+        ("PreemptMode", {}, {"PreemptMode": "GANG,SUSPEND"}, "note", ["stands still", "says suspended"]),
+        ("SlurmdTimeout", {}, {}, "note", ["after 300 s", "after 5 s", "one node", "SlurmdTimeout=60"]),
+        ("SlurmdTimeout", {"SlurmdTimeout": "60 sec"}, {}, "ok", []),
+        ("SlurmdTimeout", {"SlurmdTimeout": "0 sec"}, {}, "cost", ["never"]),
+        ("requeue delay", {}, {}, "note", ["120 s", "in a new job", "--continue-with requeue"]),
+        ("requeue delay", TEXTS["expire"], {}, "note", ["600 s", "requeue_delay=5"]),
+        ("requeue delay", TEXTS["own delay"], {}, "ok", []),
+        ("requeue delay", {"SlurmctldParameters": "enable_expedited_requeue"}, {}, "ok", ["none"]),
+        ("AllocNodes", {}, {"AllocNodes": "login[1-2]"}, "note", ["login[1-2]", "PartitionName=gpu"]),
+        ("private /tmp", {}, {}, "ok", []),
+        ("private /tmp", {"JobContainerType": "job_container/tmpfs"}, {}, "note", ["--stage-dir"]),
+        ("preemption", {}, {"GraceTime": "UNLIMITED"}, "unknown", []),
     ],
 )  # fmt: skip
 def test_finding_about_slurm(
-    check: str, config: dict[str, str], partition: dict[str, str], save_seconds: float | None, severity: str,
-    words: list[str],
-) -> None:  # fmt: skip
-    found = judge(
-        OF_SLURM, ClusterFacts(cluster=cluster(config, partition), run="r", save_seconds=save_seconds), "cluster"
-    )
-    finding = one(found, check)
+    check: str, config: dict[str, str], partition: dict[str, str], severity: str, words: list[str]
+) -> None:
+    finding = one(judge(OF_SLURM, cluster(config, partition), "cluster"), check)
     text = f"{finding.value} {finding.cost} {finding.what_to_do}"
     assert finding.severity == severity, text
     assert [word for word in words if word not in text] == [], text
@@ -129,12 +123,12 @@ def test_finding_about_slurm(
 
 
 def test_newer_name_of_a_setting_is_known() -> None:
-    newer = ClusterFacts(cluster=ClusterConfig(config={"NamespaceType": "namespace/tmpfs"}, partition={}))
+    newer = ClusterConfig(config={"NamespaceType": "namespace/tmpfs"}, partition={})
     assert one(judge(OF_SLURM, newer, "cluster"), "private /tmp").severity is Severity.NOTE
 
 
 def test_what_is_not_reported_is_not_judged() -> None:
-    found = judge(OF_SLURM, ClusterFacts(cluster=ClusterConfig(config={}, partition={})), "cluster")
+    found = judge(OF_SLURM, ClusterConfig(config={}, partition={}), "cluster")
     assert {finding.check for finding in found if finding.severity is not Severity.UNKNOWN} == set()
 
 
