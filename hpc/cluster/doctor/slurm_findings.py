@@ -65,13 +65,6 @@ def _preempt_mode(cluster: ClusterConfig) -> Finding | None:
     if mode is None:
         return None
     value = f"PreemptMode={mode} in partition {partition}"
-    if "SUSPEND" in mode:
-        return note(
-            value,
-            "a preempted run stands still, with its memory and GPU memory, until Slurm resumes it; hpc status says "
-            "suspended",
-            "nothing to do: the run then continues at the same step. Partitions without preemption avoid the wait",
-        )
     if "CANCEL" in mode and may_be_preempted(cluster) is not False:
         return note(
             value,

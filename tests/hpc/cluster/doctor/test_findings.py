@@ -96,7 +96,7 @@ TEXTS = {
         ("preemption", TEXTS["qos"], NO_GRACE, "note", ["sacctmgr show qos"]),
         ("PreemptMode", {}, {}, "ok", ["PreemptMode=REQUEUE"]),
         ("PreemptMode", {}, {"PreemptMode": "CANCEL"}, "note", ["partition gpu", "hpc supervise"]),
-        ("PreemptMode", {}, {"PreemptMode": "GANG,SUSPEND"}, "note", ["stands still", "says suspended"]),
+        ("PreemptMode", {}, {"PreemptMode": "GANG,SUSPEND"}, "ok", []),
         ("SlurmdTimeout", {}, {}, "note", ["after 300 s", "after 5 s", "one node", "SlurmdTimeout=60"]),
         ("SlurmdTimeout", {"SlurmdTimeout": "60 sec"}, {}, "ok", []),
         ("SlurmdTimeout", {"SlurmdTimeout": "0 sec"}, {}, "cost", ["never"]),
