@@ -20,10 +20,10 @@ from hpc.base.text import visible
 from hpc.cluster.doctor.findings import OF_LOGIN, Finding, LoginNode, Severity, costs, judge, merge, note, text_of
 from hpc.cluster.doctor.node_findings import OF_MACHINE, OF_NODE, compare
 from hpc.cluster.doctor.node_job import NodeOptions, probe_nodes
-from hpc.cluster.doctor.slurm_findings import OF_SLURM
+from hpc.cluster.doctor.slurm_findings import OF_SLURM, query_cluster
 from hpc.commands import cli
 from hpc.run.events.ledger import attempt_prefix
-from hpc.slurm import bad_nodes, cluster_config
+from hpc.slurm import bad_nodes
 from hpc.slurm import client as slurm
 from hpc.status.printing import console_for
 from hpc.submissions.checks import lacks_hard_links
@@ -74,7 +74,7 @@ def examine(options: DoctorOptions) -> list[Finding]:
         here = node_info.inspect_node(Path(os.path.expandvars(options.stage_dir)))
         return [verdict.at("slurm", "login"), *judge(OF_MACHINE, here, here.name)]
     try:
-        cluster = cluster_config.query_cluster(options.resources.partition)
+        cluster = query_cluster(options.resources.partition)
     except UserError:
         raise
     except TorchrelayError as error:

@@ -9,9 +9,8 @@ from hpc.base.errors import UserError
 from hpc.base.node_info import NodeInfo, TorchBuild
 from hpc.cluster.doctor.findings import OF_LOGIN, Finding, LoginNode, Severity, judge, merge
 from hpc.cluster.doctor.node_findings import OF_NODE, compare
-from hpc.cluster.doctor.slurm_findings import OF_SLURM
+from hpc.cluster.doctor.slurm_findings import OF_SLURM, ClusterConfig, choose_partition, leading_number
 from hpc.slurm.client import parse_config, parse_records
-from hpc.slurm.cluster_config import ClusterConfig, choose_partition, leading_number
 
 # As Slurm 22.05.8 prints them, shortened.
 CONFIG = """Configuration data as of 2026-11-21T18:38:39
