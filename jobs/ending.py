@@ -191,7 +191,6 @@ def _is_finished(node: NodeAttempt, signal: str | None, *, done: bool) -> bool:
 
 
 def _inspect_ending(node: NodeAttempt, signal: str | None, failure: Cause, *, done: bool = False) -> Ending:
-    """Collect the facts about the end of the attempt from the agents, the run directory and Slurm."""
     fields = dict[str, str]()
     try:
         fields = slurm.show_job(node.allocation.job_id) if node.on_slurm else fields

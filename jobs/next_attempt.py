@@ -153,7 +153,6 @@ def _requeue(node: NodeAttempt, avoid: list[str]) -> None:
 
 
 def _resubmit(node: NodeAttempt, avoid: list[str], why: str | None) -> None:
-    """Submit a new job that avoids the bad and lost nodes, and end this job."""
     job_id, history, this = node.allocation.job_id, node.history(), node.attempt.attempt
     excluded = bad_nodes.nodes_to_exclude(node.run, node.spec, avoid)
     old = {attempt.job_id for attempt in history.attempts if attempt.attempt <= this}

@@ -20,14 +20,9 @@ def find_engine() -> str | None:
 def inside(
     engine: str, image: Path, program: Sequence[str], mounts: Iterable[Path] = (), directory: Path = Path("/")
 ) -> list[str]:
-    """Return the command line that runs a program in a container of an image.
+    """Return the command line that runs a program in a container of an image: a .sif file or an unpacked directory.
 
-    Args:
-        engine: the path that `find_engine` returns.
-        image: a .sif file, or a directory with an unpacked image.
-        program: the program and its arguments; a name without a directory is looked up in the image.
-        mounts: further directories of this machine to mount at the same paths.
-        directory: the working directory of the program.
+    A program without a directory in its name is looked up in the image. `mounts` appear there at the same paths.
     """
     return [
         engine, "--quiet", "exec",

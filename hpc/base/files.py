@@ -255,7 +255,6 @@ def append_line(path: Path, line: str) -> None:
 
 
 def _parse_line(line: bytes) -> dict[str, Any] | None:
-    """Return the record on a line; None if a kill or a full disk has torn the line."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):

@@ -38,7 +38,6 @@ def is_listed_as_untracked(path: Path) -> bool:
 
 
 def _git(directory: Path, *arguments: str) -> str | None:
-    """Return git's output; None if git is missing or fails, for example outside a repository."""
     try:
         return _run(directory, *arguments).decode(errors="surrogateescape")
     except TorchrelayError:
@@ -46,7 +45,6 @@ def _git(directory: Path, *arguments: str) -> str | None:
 
 
 def _run(directory: Path, *arguments: str) -> bytes:
-    """Return the output of git. Raises TorchrelayError, with git's first line, if git is missing or fails."""
     try:
         done = subprocess.run(
             ["git", *arguments], cwd=directory, stdin=subprocess.DEVNULL, capture_output=True, check=False

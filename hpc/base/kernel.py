@@ -239,7 +239,6 @@ def resident_memory_bytes() -> int:
 
 
 def _lines(name: str) -> list[str]:
-    """Return the lines of a file in /proc; none if it cannot be read."""
     try:
         return Path("/proc", name).read_text(errors="replace").splitlines()
     except OSError:
@@ -272,7 +271,6 @@ def mounted_type(mounts: Sequence[str], path: Path) -> str | None:
 
 
 def _unescape(path: str) -> str:
-    """Replace the octal escapes in a path of /proc/mounts by their characters."""
     return re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), path)
 
 

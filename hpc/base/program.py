@@ -189,16 +189,9 @@ def read(
 ) -> dict[str, Any]:
     """Return the texts of the flags and positional arguments on a command line, by name without leading dashes.
 
-    If the command line asks for help, prints the help and exits.
-
-    Args:
-        options: the dataclass of the program's flags; then those of flags that are read, too, so that the caller can
-            say why it refuses them.
-        argv: the words of the command line.
-        prog: the command.
-        explain: may return what to type instead of a word of `argv` that cannot be read.
-        hidden: fields whose flags the help leaves out.
-        inherited: fields whose defaults are the values of a run, which the command's text says once.
+    If the command line asks for help, prints the help and exits. The help leaves out the flags of the `hidden` fields,
+    and the defaults of the `inherited` ones: those are the values of a run, which the command's text says once.
+    `options` are the dataclass of the program's flags, then those of flags that the caller refuses with a reason.
 
     Raises:
         UserError: a flag does not exist or has no value, a switch has a value, or a word belongs to no flag.
@@ -271,7 +264,6 @@ def add_flag(parser: Any, field: Field, help_text: str | None = None) -> argpars
 
 
 def _metavar(field: Field) -> str:
-    """Return what the help calls the value of a flag, or a positional argument."""
     kind, _, _ = _unwrapped(field.type)
     choices = f"{{{','.join(choices_of(field))}}}" if choices_of(field) and not mark_of(field).is_positional else ""
     names = {int: "N", float: "N", Path: "PATH"}
@@ -369,7 +361,6 @@ _KINDS: dict[type, tuple[Callable[[Any], Any], tuple[type, ...], str]] = {
 
 
 def _not_known(word: str, known: Iterable[Field], prog: str) -> str:
-    """Return the error message for an unknown flag, with the most similar one, or for a word that is not expected."""
     flag = word.partition("=")[0]
     if not flag.startswith("-"):
         return f"unexpected argument: {word} (see {prog} --help)"

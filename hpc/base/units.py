@@ -43,7 +43,6 @@ def slurm_seconds(text: str) -> int | None:
 
 
 def _seconds_with_unit(text: str) -> int | None:
-    """Return the seconds of a number with a unit; None for other texts."""
     match = _WITH_UNIT.fullmatch(text)
     return int(match[1]) * _UNIT_SECONDS[match[2]] if match else None
 

@@ -293,7 +293,6 @@ def _key(run: Path) -> str:
 
 
 def _newest_step(directory: Path) -> int:
-    """Return the step of the newest checkpoint or snapshot in a directory; -1 if there is none."""
     paths = (*directory.glob("step-*"), *directory.glob("shard-*/step-*"))
     steps = (path.name.removeprefix("step-") for path in paths)
     return max((int(step) for step in steps if step.isdecimal()), default=-1)

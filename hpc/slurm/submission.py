@@ -39,12 +39,8 @@ def submit(
 ) -> str:
     """Submit a script without a start delay, and return the job's id.
 
-    Args:
-        script: the script. Its #SBATCH options hold, except --begin and --dependency, and except --exclude if there are
-            nodes in `exclude`.
-        exclude: nodes to avoid, as names or lists (gpu[01-03]).
-        environment: the environment variables of the job; by default those of this process.
-        dependency: the value of sbatch's --dependency (hpc.slurm.predecessors); empty if the job waits for nothing.
+    The script's #SBATCH options hold, except --begin, --dependency and, if there are nodes to `exclude`, --exclude.
+    The job has the variables of `environment`, by default those of this process.
 
     Raises:
         TorchrelayError: sbatch refused the script, or Slurm does not answer.

@@ -120,7 +120,6 @@ def _skip(reason: str) -> None:
 
 
 def _act(one: RunObservation, decision: Decision) -> str | None:
-    """Perform a decision, and send the messages that are due. Returns the error message, or None."""
     try:
         if decision.action is not Action.KEEP:
             perform(one, decision)

@@ -117,7 +117,6 @@ class Coordinator:
         return self._stop.name or next(others, None)
 
     def _view(self) -> AttemptView:
-        """Return the present state of the nodes."""
         return AttemptView(
             directive=self._server.directive,
             statuses=self._server.statuses(),
@@ -159,7 +158,6 @@ class Coordinator:
     # --- what the coordinator does ---
 
     def _record(self, event: Event, text: str = "") -> None:
-        """Have the event recorded, and the text logged if there is one."""
         self._node.record_later(event)
         if text:
             log(text)
@@ -358,7 +356,6 @@ class Coordinator:
     # --- what the ranks do ---
 
     def _count_steps(self, view: AttemptView) -> None:
-        """Note how many steps the ranks of a script have done, and record it for `hpc status`."""
         number, beats = view.directive.round, view.heartbeats.values()
         if first_step := self.counted.update(number, beats, view.starts, view.world_size):
             self._record(first_step)
@@ -366,7 +363,6 @@ class Coordinator:
             self._node.storage.request(partial(self._node.show_steps, record))
 
     def _report_starts(self, view: AttemptView) -> None:
-        """Record that all ranks of the round have started, and that some have ended while the others run."""
         is_failing = self._unjudged or self._root_failure.is_settling
         if not view.directive.members or view.directive.preflight or view.directive.paused or self._stop or is_failing:
             return
@@ -387,7 +383,6 @@ class Coordinator:
             )
 
     def _report_silence(self, view: AttemptView) -> None:
-        """Report that the ranks of a script without heartbeats do nothing, and that they do something again."""
         if view.heartbeats and is_silent(view.heartbeats) != self._is_silent:
             self._is_silent = not self._is_silent
             seconds = min(heartbeat.still_seconds for heartbeat in view.heartbeats.values())

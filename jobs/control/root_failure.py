@@ -9,14 +9,7 @@ Two controllers act when a rank dies (docs/explanation/architecture.md says why 
   ranks in a round: it ends the attempt, announces another round, or has hung ranks killed for torchrun to restart.
 
 So for one failure the coordinator sees several ended ranks, on several nodes, reported in any order. This module finds
-the rank that failed:
-
-- It waits until every node has reported the ranks that ended together.
-- It ignores ranks that were started before the last interruption, because they ended as its consequence, and further
-  failures in a round with a bad node.
-- It also ignores a rank that dies of SIGABRT soon after the coordinator had all ranks aborted, and ranks that fail
-  because they lost such a peer: the directive may arrive when torchrun has already restarted the ranks.
-- It prefers ranks that failed by themselves to ranks whose last log line reports a lost peer.
+the rank that failed, once every node has reported, and ignores the consequences of earlier failures.
 """
 
 import time
@@ -85,10 +78,12 @@ class RootFailure:
         return root
 
     def _is_aborted(self, failure: RankFailed) -> bool:
+        # The directive to abort may arrive when torchrun has already restarted the ranks.
         return failure.signal == "SIGABRT" and 0.0 <= failure.failed_at - self.aborted_at < _ABORT_SECONDS
 
 
 def _priority(failure: RankFailed) -> tuple[bool, bool, float]:
+    # A rank that failed by itself comes before ranks whose last log line reports a lost peer.
     return failure.cause != Cause.BAD_NODE, is_consequence(failure.detail), failure.failed_at
 
 

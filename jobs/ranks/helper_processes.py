@@ -32,8 +32,6 @@ def protect_helper_processes() -> None:
 
 
 def _starting(start: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that starts a process as `start` does, with the stop signals blocked."""
-
     @wraps(start)
     def start_with_blocked_signals(*arguments: Any, **named: Any) -> Any:
         this = os.getpid()

@@ -155,7 +155,6 @@ class LocalRanks:
         return None
 
     def _counted(self, local_rank: int) -> _Heartbeat | None:
-        """Return the counted steps of a rank's last process as a heartbeat; None if it has counted none."""
         count = read_count(str(self._node_dir.heartbeat(local_rank)))
         if count is None:
             return None

@@ -274,7 +274,6 @@ def _last_step(heartbeat: str, pid: int) -> int | None:
 
 
 def _counted_steps(heartbeat: str, pid: int) -> int | None:
-    """Return how many steps a script's rank had done; None if it has counted none."""
     count = read_count(heartbeat)
     return count.steps if count and count.pid == pid else None
 

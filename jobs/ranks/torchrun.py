@@ -284,6 +284,5 @@ def _leads_session(pid: int) -> bool:
 
 
 def _send(pid: int, number: signal.Signals) -> None:
-    """Send a signal to a process that may have ended."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)

@@ -296,7 +296,6 @@ class Stager:
         return ()
 
     def _unpack(self, archive: Path, target: Path, listing: SourceListing) -> tuple[CopiedFile, ...]:
-        """Unpack an archive: the source itself, or a copy of it."""
         cancel, bytes_done = threading.Event(), 0
 
         def update(count: int) -> bool:

@@ -93,7 +93,6 @@ class _Unpacker:
         return str(path)
 
     def _reserve(self, member: tarfile.TarInfo, size: int) -> None:
-        """Count an entry against the available bytes."""
         stop_if(self._update(self._bytes_done))
         if size < 0:
             raise self._refusal(member, f"has {size} bytes")
@@ -120,7 +119,6 @@ class _Unpacker:
         self._files[name] = CopiedFile(name, member.size, _CHUNK_BYTES, checksums)
 
     def _write_chunks(self, descriptor: int, member: tarfile.TarInfo, read: Read) -> Iterator[str]:
-        """Write the content of a file. Yields the checksum of each chunk."""
         for offset in range(0, max(1, member.size), _CHUNK_BYTES):  # also one chunk for an empty file
             size = min(_CHUNK_BYTES, member.size - offset)
             content = read(size) if size else b""

@@ -87,7 +87,6 @@ def _is_usable(name: str) -> bool:
 
 
 def _recorded_shape() -> TestbedShape | None:
-    """Return the recorded shape of the testbed; None if there is no readable record."""
     try:
         return TestbedShape(**json.loads(layout.STATE.read_text()))
     except (OSError, ValueError, TypeError, UserError):
@@ -95,7 +94,6 @@ def _recorded_shape() -> TestbedShape | None:
 
 
 def _running_shape() -> TestbedShape:
-    """Return the shape of the running testbed. Raises UserError if it is not up."""
     shape = _recorded_shape()
     if shape is None or running_slurm_conf() is None:
         raise UserError("the testbed is not up; type: python -m hpc.testbed up")
@@ -103,7 +101,6 @@ def _running_shape() -> TestbedShape:
 
 
 def _is_healthy(shape: TestbedShape) -> bool:
-    """Return whether a testbed of this shape runs, all daemons answer, and all nodes work."""
     # Compare files, not shapes: another version may write other files, and an explicit default gives the same files.
     wanted = render.files(shape, socket.gethostname())
     if _recorded_shape() is None or any(not p.is_file() or p.read_text() != text for p, text in wanted.items()):

@@ -21,7 +21,6 @@ Int = Annotated[int, Meta(ge=-int(MOST), le=int(MOST))]
 
 
 def _kind(name: str) -> str:
-    """Return the name of a kind of event: the name of its class, in lower case with underscores."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
