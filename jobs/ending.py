@@ -137,10 +137,7 @@ def conclude_failed_agent(node: NodeAttempt, failure: Cause, detail: str, signal
 
 
 def continue_ended_run(node: NodeAttempt, cause: Cause) -> int:
-    """Continue a run whose agents recorded the end of the attempt, but were killed before they continued the run.
-
-    Returns the exit code.
-    """
+    """Continue a run whose agents recorded the attempt's end, but were then killed. Returns the exit code."""
     log(f"attempt {node.attempt.attempt} ended: {cause}, and its agents were killed before the run went on")
     return _continue_run(
         node, cause, _inspect_ending(node, None, cause).job_state, LostNodes(lost=node.reported_lost())
@@ -148,10 +145,6 @@ def continue_ended_run(node: NodeAttempt, cause: Cause) -> int:
 
 
 def _continue_run(node: NodeAttempt, cause: Cause, job_state: JobState, nodes: LostNodes) -> int:
-    """After the recorded end of an attempt, continue the run if it may restart, and notify its user.
-
-    Returns the exit code of the first node's agent.
-    """
     exit_code = _start_next(node, cause, job_state, nodes)
     start_notifying(node).join()
     return exit_code

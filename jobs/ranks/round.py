@@ -1,7 +1,6 @@
 """Runs one round on one node: torchrun and its ranks, until they end or the directive changes.
 
-Runs on compute nodes. The ranks run the program in the run's spec. Its environment has TORCHRELAY_RUN_DIR,
-TORCHRELAY_ATTEMPT and, with `--data`, TORCHRELAY_DATA. On SIGUSR2 or SIGTERM the program should save and exit with 0.
+Runs on compute nodes. On SIGUSR2 or SIGTERM the program of the ranks should save and exit with 0.
 """
 
 import contextlib

@@ -32,10 +32,8 @@ def inside(path: Path) -> tuple[str, ...]:
 
 
 def inside_fresh(path: Path, *kinds: str) -> tuple[str, ...]:
-    """Return the words of `inside`, extended so that the command also gets new namespaces of these kinds.
-
-    Later mounts of the machine, such as an automounted home, appear inside; mounts made inside stay inside.
-    """
+    """Return the words of `inside`, extended so that the command also gets new namespaces of these kinds."""
+    # Later mounts of the machine, such as an automounted home, appear inside; mounts made inside stay inside.
     options = (f"--{kind}" for kind in kinds)
     return (*inside(path), "unshare", *options, "--propagation=slave", "--")
 
