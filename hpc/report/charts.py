@@ -18,7 +18,7 @@ _SERIES = 8
 _DASHES = ("solid", "dashed", "dotted")
 MOST_POINTS = 500
 """The largest number of points of one line, because the page has all figures in one file."""
-TABLES_ONLY = BOOKKEEPING | {"top5_accuracy", "memory_bytes", "allreduce_seconds", "world_size"}
+TABLES_ONLY = BOOKKEEPING | {"top5_accuracy", "memory_bytes", "world_size"}
 """Numbers that only the tables have: they hardly change, or other figures show the same."""
 # A trend averages over this part of a line's points. Shorter lines have no trend.
 _TREND_PART, _PLAIN_POINTS = 40, 60
@@ -52,7 +52,6 @@ LOOKS = {
     "images_per_second": Look(title="Images per second", from_zero=True),
     "lr": Look(title="Learning rate", from_zero=True, noisy=False),
     "data_wait_share": Look(title="Waiting for data (%)", scale=100, from_zero=True),
-    "allreduce_wait_share": Look(title="Waiting for the all-reduce (%)", scale=100, from_zero=True),
 }
 
 

@@ -39,8 +39,6 @@ class Measures:
     """Speed of a rank, relative to the smallest size."""
     data_wait_share: float | None = None
     """The share of the time in which a rank waits for data."""
-    allreduce_wait_share: float | None = None
-    """The share of the time in which rank 0 has computed its gradients and waits for the all-reduce."""
 
 
 def measure(size: str, ranks: int, run: RunDir, summary: Summary, *, is_weak: bool) -> Measures:
@@ -62,7 +60,6 @@ def measure(size: str, ranks: int, run: RunDir, summary: Summary, *, is_weak: bo
         steps_per_second=pace,
         speed=images or (pace * (ranks if is_weak else 1) if pace else None),
         data_wait_share=_mean(steady, "data_wait_share"),
-        allreduce_wait_share=_mean(steady, "allreduce_wait_share"),
     )
 
 

@@ -30,7 +30,6 @@ _ROWS: dict[str, Callable[[Measures], str]] = {
     "images per second": lambda one: _shown(one.images_per_second, ".0f"),
     "steps per second": lambda one: _shown(one.steps_per_second, ".3g"),
     "scaling efficiency": lambda one: _shown(one.efficiency, ".0%"),
-    "waiting for all-reduce": lambda one: _shown(one.allreduce_wait_share, ".1%"),
     "waiting for data": lambda one: _shown(one.data_wait_share, ".1%"),
 }
 

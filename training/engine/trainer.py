@@ -39,7 +39,7 @@ from training.evaluation.validation import Validator
 from training.models.compiled_code import kept_code
 from training.models.ema import Ema
 from training.models.factory import Preprocess, make_scaler
-from training.models.parallel import allreduce_seconds, place_model
+from training.models.parallel import place_model
 from training.monitoring.run_logger import Console, JsonLines, RunLogger
 from training.runtime.determinism import Numerics
 from training.runtime.process_group import ProcessGroup
@@ -324,7 +324,6 @@ class Trainer:
             "world_size": self.group.world_size,
             "train_seconds": round(meter.train_seconds, 3),
             "memory_bytes": self.group.used_memory,
-            **self.allreduce(self.schedule.batch_size / speed),
         }
         self.logger.log_later(partial(self.log, self.totals, record))
         meter.restart()
@@ -348,15 +347,6 @@ class Trainer:
             f"lr {record['lr']:.4f} {speed:.0f} img/s, {means.data_wait_share:.0%} waiting for data, "
             f"{record['memory_bytes'] / 2**30:.2f} GiB, eta {seconds_left // 60}:{seconds_left % 60:02d}"
         )
-
-    def allreduce(self, step_seconds: float) -> dict[str, float]:
-        """Return this rank's metrics of the gradients' all-reduce, or an empty dict if DDP measured none."""
-        measured = allreduce_seconds(self.stepper.wrapped) if self.group.world_size > 1 else None
-        if measured is None:
-            return {}
-        total, waited = measured
-        share = min(1.0, max(0.0, waited / step_seconds))
-        return {"allreduce_seconds": round(total, 6), "allreduce_wait_share": round(share, 4)}
 
     # --- after the last step ---
 

@@ -14,20 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from training.config.train_config import TrainConfig
 from training.models.blocks import checkpoint_activations
-from training.runtime.compat import (
-    BatchNorm,
-    configure_compiler,
-    is_compiler_error,
-    measure_allreduce,
-    measured_allreduce,
-)
+from training.runtime.compat import BatchNorm, configure_compiler, is_compiler_error
 from training.runtime.process_group import ProcessGroup, SharedError
 
 if TYPE_CHECKING:
     from training.models.fsdp import FsdpModel
 
-# On GPUs, DDP measures at most one step in this number of steps.
-_MEASURED_EVERY = 100
 # The shapes of batches differ between numbers of ranks and micro-batches: torch's default limit is too low.
 _MAX_SHAPES = 64
 
@@ -65,9 +57,6 @@ def wrap_for_training(
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     # The constructor's argument has different names in torch 2.11 and 2.15.
     ddp.broadcast_buffers = has_other_buffers(model)
-    # To measure a step, the host waits for the GPU's previous step, so measure rarely.
-    rate = config.log_every if group.device.type == "cpu" else max(config.log_every, _MEASURED_EVERY)
-    measure_allreduce(ddp, rate)
     if config.compress_gradients == "bf16":
         ddp.register_comm_hook(None, bf16_compress_hook)
     return ddp
@@ -88,19 +77,6 @@ def postpone_reduction(wrapped: "DistributedDataParallel | FsdpModel | nn.Module
     if isinstance(wrapped, nn.Module) and not isinstance(wrapped, DistributedDataParallel):
         return nullcontext()
     return wrapped.no_sync()
-
-
-def allreduce_seconds(wrapped: "DistributedDataParallel | FsdpModel | nn.Module") -> tuple[float, float] | None:
-    """Return the seconds of the gradients' all-reduce in the last step that DDP has measured on this rank.
-
-    The first number is the time from the start of the first bucket to the end of the last one; the second is its part
-    after this rank's backward pass, when the rank only waited. None with FSDP, or if DDP has measured no step yet.
-    """
-    if not isinstance(wrapped, DistributedDataParallel):
-        return None
-    measured = measured_allreduce(wrapped)
-    total = measured.get("backward_comm_time", 0) / 1e9
-    return (total, total - measured["backward_compute_comm_overlap_time"] / 1e9) if total else None
 
 
 def full_state_dict(model: nn.Module, group: ProcessGroup, *, sharded: bool) -> Iterable[tuple[str, Tensor]]:

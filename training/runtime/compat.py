@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # torch 2.11, 2.15: the base of all batch norms
-from torch.nn.parallel import DistributedDataParallel
 
 __all__ = ["BatchNorm"]
 
@@ -44,17 +43,6 @@ def stop_workers(batches: Any) -> Sequence[Any]:
     batches._shutdown_workers()
     workers: Sequence[Any] = batches._workers
     return workers
-
-
-def measure_allreduce(ddp: DistributedDataParallel, every: int) -> None:
-    """Make DDP measure its times in every `every`-th step. Read in torch 2.11 and 2.15."""
-    ddp._set_ddp_runtime_logging_sample_rate(every)  # type: ignore[no-untyped-call]
-
-
-def measured_allreduce(ddp: DistributedDataParallel) -> dict[str, Any]:
-    """Return DDP's measurements by name; times are in nanoseconds. Read in torch 2.11 and 2.15."""
-    measured: dict[str, Any] = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-    return measured
 
 
 def use_deterministic_algorithms(mode: bool, *, warn_only: bool = False) -> None:

@@ -17,7 +17,7 @@ from hpc.run.rundir import MODEL_WEIGHTS, RunDir
 
 # Fields of records that describe an attempt and its speed, not the training.
 OF_THE_ATTEMPT = {"time", "attempt", "images_per_second", "train_seconds", "spent_seconds", "seconds"}
-OF_THE_ATTEMPT |= {"data_wait_share", "memory_bytes", "allreduce_seconds", "allreduce_wait_share"}
+OF_THE_ATTEMPT |= {"data_wait_share", "memory_bytes"}
 # The object of a state that describes the ranks which computed it. On other nodes, the same steps have other ranks.
 _NUMERICS = "numerics"
 

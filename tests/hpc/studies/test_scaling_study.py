@@ -73,8 +73,7 @@ def test_study_survives_its_controller(site: Site) -> None:
     assert (two["run"], two["state"], two["ranks"], two["batch_size"]) == ("small-2x1", "completed", 2, 32)
     for each in (one, two):
         assert each["images_per_second"] > 0
-    assert (one["efficiency"], one["allreduce_wait_share"]) == (1.0, None)
-    assert 0 <= two["allreduce_wait_share"] <= 1
+    assert one["efficiency"] == 1.0
     rows = json.loads(site.hpc("status", "small", "--json").stdout)
     assert [row["run"] for row in rows] == ["small-1x1", "small-2x1"]
     assert "small-1x1" in site.hpc("status").stdout

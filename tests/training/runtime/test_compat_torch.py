@@ -13,7 +13,6 @@ from torch.amp import GradScaler
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.api import PContext
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from training.runtime import compat
@@ -27,8 +26,6 @@ from training.runtime import compat
         (GradScaler("cpu"), "_scale", "saving with --amp fp16 would wait for the GPU"),
         (GradScaler("cpu"), "_growth_tracker", "saving with --amp fp16 would wait for the GPU"),
         (DTensor, "__create_chunk_list__", "the shards of FSDP could not be saved"),
-        (DistributedDataParallel, "_set_ddp_runtime_logging_sample_rate", "the all-reduce could not be measured"),
-        (DistributedDataParallel, "_get_ddp_logging_data", "the all-reduce could not be measured"),
         (_C, "_set_deterministic_algorithms", "--deterministic would not work"),
         (dynamo, "recompile_limit", "--compile would stop compiling after a few shapes"),
         (inductor, "compile_threads", "--compile would start a process per core in each rank"),
