@@ -13,7 +13,6 @@ from hpc.base.errors import UserError
 from training.config.rules import parse_crop_pct
 from training.config.train_config import Interpolation, TrainConfig
 from training.data.dataset import Data
-from training.data.transforms.crop import CenterCrop
 from training.models.factory import Preprocess
 
 FORMAT = 1
@@ -50,27 +49,7 @@ class ModelCard:
 
     def to_json(self) -> str:
         """Return the content of `model.json`."""
-        return json.dumps({"format": FORMAT, **asdict(self), "preprocessing": self.preprocessing}, indent=2) + "\n"
-
-    @property
-    def preprocessing(self) -> list[str]:
-        """The steps to prepare an image, for people who implement them elsewhere."""
-        channels, height, width = self.image_shape
-        side = self.size
-        shorter = CenterCrop(size=(height, width), crop_pct=self.crop_pct).shorter_side
-        scaled = (
-            [f"scale to {side} x {side} pixels ({self.interpolation}, antialiased)"]
-            if (height, width) != (side, side)
-            else []
-        )
-        return [
-            f"decode to {'RGB' if channels == 3 else 'gray'} of 8 bits, without EXIF rotation",
-            f"resize with Pillow ({self.interpolation}) so that the shorter side has {shorter} pixels",
-            f"crop the middle {height} x {width} pixels",
-            "divide by 255, subtract the mean and divide by the standard deviation of each channel",
-            *scaled,
-            *([f"repeat the channel {self.channels} times"] if self.channels != channels else []),
-        ]
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
 
     def config(self) -> TrainConfig:
         """Return the flags that build the model."""

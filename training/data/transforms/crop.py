@@ -124,15 +124,10 @@ class CenterCrop:
         top, left = (round((side - wanted) / 2) for side, wanted in zip((height, width), self.size, strict=True))
         return image[top : top + self.size[0], left : left + self.size[1]].permute(2, 0, 1)
 
-    @property
-    def shorter_side(self) -> int:
-        """The shorter side of the resized image."""
-        # The floating-point quotient of 224 and 224 / 232 is a little less than 232.
-        return int(max(self.size) / self.crop_pct + 1e-6)
-
     def _resized(self, height: int, width: int) -> tuple[int, int]:
         if (height, width) == self.size and self.crop_pct == 1:
             return height, width
-        short = self.shorter_side
+        # The floating-point quotient of 224 and 224 / 232 is a little less than 232.
+        short = int(max(self.size) / self.crop_pct + 1e-6)
         # torchvision rounds the longer side down, too.
         return (short, int(short * width / height)) if height <= width else (int(short * height / width), short)
