@@ -5,29 +5,38 @@ An interrupted evaluation starts again from its first image, because it writes i
 
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import torch
-from torch import Tensor
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torchrelay.saving.restoring import read_state
 from torchrelay.stop_consensus import StepFlags, StopConsensus, StopRequested
 from torchrelay.stop_signals import signals
 
 from hpc.base.errors import UserError
 from hpc.base.text import few
 from hpc.run.events.kinds import FirstStep, TrainCompleted, TrainStarted, TrainStopped
+from hpc.run.rundir import MODEL_CARD, MODEL_WEIGHTS
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.evaluation_task import EvaluationTask, Split, choose_split
 from training.config.train_config import TrainConfig
 from training.data.build import load_data
 from training.data.dataset import Data, ImageDataset, MemoryImages
 from training.engine.shared_data import check_same, loader_workers, shared_file_index, user_paths
-from training.evaluation.evaluated_model import load_model
 from training.evaluation.evaluator import Evaluation, Evaluator
 from training.evaluation.validation import evaluate_and_log, numbers_of, tables_of
-from training.inference.model_card import ModelCard
+from training.inference.model_card import ModelCard, read_card
+from training.models.factory import Preprocess, build_model, first_line, per_channel
+from training.models.parallel import load_full_state_dict, place_model
 from training.monitoring.run_logger import Console, RunLogger
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
 from training.runtime.train_progress import Progress
+
+# The parts of a checkpoint that hold weights. Evaluations prefer the moving average, so it is first.
+_PARTS = ("ema/", "model/")
 
 
 class EvaluationRun:
@@ -43,15 +52,15 @@ class EvaluationRun:
         console = Console(enabled=group.is_rank_zero)
         with group.raise_on_all_ranks():
             self.logger = RunLogger(context.run_dir, context.attempt, console, writes=group.is_rank_zero)
-        self._model = load_model(context.run_dir.model, context.config, group)
+        self._card, config, model, preprocess = load_model(context.run_dir.model, context.config, group)
         context.heartbeat.beat("start")
-        self._split, data = open_data(context, group, task, self._model.card)
+        self._split, data = open_data(context, group, task, self._card)
         with group.raise_on_all_ranks():
-            self._source = fitting(getattr(data, self._split), data, self._model.card)
+            self._source = fitting(getattr(data, self._split), data, self._card)
         self._evaluator = Evaluator(
-            config=self._model.config,
-            model=self._model.model,
-            preprocess=self._model.preprocess,
+            config=config,
+            model=model,
+            preprocess=preprocess,
             group=group,
             workers=0 if data.in_memory else loader_workers(context.config, data, group),
         )
@@ -60,7 +69,7 @@ class EvaluationRun:
 
     def run(self) -> None:
         """Evaluate and write the result, unless all ranks agree to stop."""
-        logger, card = self.logger, self._model.card
+        logger, card = self.logger, self._card
         logger.resume(Progress())
         started = TrainStarted(
             step=0,
@@ -101,7 +110,7 @@ class EvaluationRun:
     def _write(self, result: Evaluation) -> None:
         """Write `final/` without weights, because the weights belong to another run."""
         self._context.heartbeat.beat("end")
-        classes = self._model.card.classes
+        classes = self._card.classes
         numbers = {
             **numbers_of(result),
             "split": self._split,
@@ -109,7 +118,7 @@ class EvaluationRun:
             "data": self._context.config.data,
             "corrupt_images": [self._source.name(index) for index in result.corrupt],
             "classes": list(classes),
-            "made_from": dict(self._model.card.made_from),
+            "made_from": dict(self._card.made_from),
             "world_size": self._group.world_size,
             "attempt": self._context.attempt,
         }
@@ -119,6 +128,49 @@ class EvaluationRun:
             f"{result.correct:,} of {result.total:,} correct: top-1 {result.accuracy:.2%}, top-5 "
             f"{result.top5_accuracy:.2%}, loss {result.loss:.4f}"
         )
+
+
+def load_model(
+    directory: Path, config: TrainConfig, group: ProcessGroup
+) -> tuple[ModelCard, TrainConfig, nn.Module, Preprocess]:
+    """Load the model in the directory that `hpc evaluate` has filled. All ranks must call this.
+
+    Returns the model's card, the flags with its precision and strategy, the model, and what prepares its images.
+
+    Raises SharedError on all ranks, if a file is damaged, or a rank's node lacks a package.
+    """
+    with group.raise_on_all_ranks():
+        card = read_card((directory / MODEL_CARD).read_text(encoding="utf-8"), str(directory / MODEL_CARD))
+        weights = _read_weights(directory)
+        trained = card.config()
+        same = {name: getattr(trained, name) for name in ("model", "head_hidden", "weights", "amp")}
+        # The batch size of the training limits evaluation batches, and so affects the last bits.
+        batch_size = card.made_from.get("config", {}).get("batch_size", config.batch_size)
+        built = replace(config, batch_size=batch_size, **same)
+        model = build_model(built, classes=len(card.classes), channels=card.channels, size=card.size)
+    model = place_model(model, built, group)
+    with group.raise_on_all_ranks():
+        try:
+            load_full_state_dict(model, weights.items(), sharded=built.strategy == "fsdp")
+        except RuntimeError as error:
+            raise UserError(f"the weights in {directory} are not those of {card.model}: {first_line(error)}") from error
+    preprocess = Preprocess(
+        mean=per_channel(card.mean, group.device), std=per_channel(card.std, group.device),
+        channels=card.channels, size=card.size, interpolation=card.interpolation,
+    )  # fmt: skip
+    return card, built, model, preprocess
+
+
+def _read_weights(directory: Path) -> dict[str, Tensor]:
+    """Return a model's tensors by name, on the CPU, from its own file or a checkpoint."""
+    try:
+        if (directory / MODEL_WEIGHTS).exists():
+            return load_file(directory / MODEL_WEIGHTS)
+        state = read_state(directory)[0]
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"{directory} cannot be loaded ({first_line(error)}): evaluate again") from error
+    part = next(part for part in _PARTS if any(name.startswith(part) for name in state))
+    return {name.removeprefix(part): value for name, value in state.items() if name.startswith(part)}
 
 
 def open_data(context: RunContext, group: ProcessGroup, task: EvaluationTask, card: ModelCard) -> tuple[Split, Data]:
