@@ -31,7 +31,7 @@ from hpc.base.environment import FAULT  # noqa: E402
 from hpc.base.errors import TorchrelayError, UserError  # noqa: E402
 from hpc.run.nodedir import NodeDir  # noqa: E402
 from hpc.run.rundir import RunDir  # noqa: E402
-from training.config.command_line import TrainOptions, is_from_agent, parse_flags, rank_options  # noqa: E402
+from training.config.command_line import TrainOptions, parse_flags, rank_options  # noqa: E402
 from training.config.evaluation_task import EvaluationTask  # noqa: E402
 from training.config.train_config import RankOptions  # noqa: E402
 from training.runtime.fault_injection import NO_FAULT, parse_fault  # noqa: E402
@@ -47,7 +47,7 @@ def main() -> int:
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]  # a TextIOWrapper
     rank = rank_info_from(os.environ)
     try:
-        if is_from_agent(sys.argv[1:]):
+        if "--resolved" in sys.argv[1:]:  # from a node agent (training.config.classifier_program)
             return _train(rank_options(sys.argv[1:]), rank)
         return _train(parse_flags(TrainOptions, sys.argv[1:], program.called("training")), rank)
     except UserError as error:

@@ -106,11 +106,6 @@ def train_words(train: TrainConfig) -> list[str]:
     return words_of(changed(program.values_of(train), TrainConfig))
 
 
-def is_from_agent(argv: Sequence[str]) -> bool:
-    """Return whether these arguments of `python -m training` come from `training.config.classifier_program`."""
-    return "--resolved" in argv
-
-
 def rank_options(argv: Sequence[str]) -> RankOptions:
     """Return the options of a rank that a node agent has started, with the directory of the data on its node.
 

@@ -16,7 +16,7 @@ from hpc.base.errors import UserError
 from hpc.base.text import flag
 from jobs.ranks.rank_program import program_argv
 from training.config.classifier_program import ClassifierFlags
-from training.config.command_line import is_from_agent, rank_options
+from training.config.command_line import rank_options
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.model_names import models_of
 from training.config.rules import Interval, parse_interval, without_effect
@@ -158,7 +158,7 @@ def test_a_rank_reads_the_flags_that_its_run_was_submitted_with(config: TrainCon
     program = ClassifierFlags(train=config, recipe="cifar").as_program()
     places = {"run_dir": run, "attempt": 3, "torchrelay_node_dir": memory, "data": data}
     _, _, *argv = program_argv(program, tmp_path, places)
-    assert is_from_agent(argv)
+    assert "--resolved" in argv
     options = rank_options(argv)
     assert options.train == (config if config.synthetic else replace(config, data=str(data)))
     assert (options.recipe, options.run_dir, options.attempt, options.node_dir) == ("cifar", run, 3, memory)
