@@ -19,7 +19,6 @@ from hpc.run.events.kinds import (
     SlowRank,
     SnapshotOff,
     Submitted,
-    TrainCompleted,
 )  # fmt: skip
 from hpc.run.stop_times import REQUEUE_SECONDS, save_timeout_seconds
 from hpc.services.notification.notices import unsent_messages
@@ -38,14 +37,12 @@ _ADVICE: dict[str, str] = {
 def warnings_of(history: History, *, completed: bool = False) -> list[str]:
     """Return one sentence per warning, with the flag to type.
 
-    A completed run gets warnings only about its result and its messages. Most other warnings are about the last
+    A completed run gets warnings only about its messages. Most other warnings are about the last
     attempt; two are about the whole run: too little time to save, and a job that refused to start the run.
     """
-    # The whole history is searched, because an attempt that finds the run complete does not repeat TrainCompleted.
-    done, claimed = history.last(TrainCompleted), history.last(Claimed)
-    about_end = [*([done.learned_nothing] if done and done.learned_nothing else []), *_unsent(history)]
+    claimed = history.last(Claimed)
     if completed:
-        return about_end
+        return _unsent(history)
     now = history.during(claimed.attempt) if claimed else History()
     found = _refused_job(history)
     found += _too_little_time(history.last(Resumed) or history.last(Submitted), history.save_seconds)
@@ -65,7 +62,7 @@ def warnings_of(history: History, *, completed: bool = False) -> list[str]:
         found.append(f"snapshots are off: {off.reason}")
     if (ended := now.last(AttemptEnded)) and ended.cause in _ADVICE and now.last(Resumed) is None:
         found.append(_ADVICE[ended.cause])
-    return [*found, *about_end]
+    return [*found, *_unsent(history)]
 
 
 def unknown_restarts(history: History, interruptions: int) -> list[str]:

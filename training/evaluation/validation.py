@@ -3,7 +3,6 @@
 Runs on every rank; rank 0 writes.
 """
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -15,7 +14,6 @@ from torch import Tensor
 from hpc.run.events.kinds import TrainCompleted
 from hpc.run.rundir import CLASSES, CONFUSION, MODEL_CARD
 from training.checkpoint.state import TrainState
-from training.config.train_config import TrainConfig, highest_learning_rate
 from training.data.dataset import Data, check_corrupt_limit
 from training.data.loader import ImageSource
 from training.evaluation.evaluator import Evaluation, Evaluator
@@ -78,13 +76,10 @@ class Validator:
         self.context.heartbeat.beat("end")
         result = {**numbers_of(test), "best": best, "ended": ended, **self._result()}
         self.logger.save_final(self._weights(), result, self._card() | self.final_files(test))
-        nothing = learned_nothing(self.context.config, self.data.classes, test) if test else None
-        self.logger.event(TrainCompleted(step=progress.step, ended=ended, learned_nothing=nothing))
+        self.logger.event(TrainCompleted(step=progress.step, ended=ended))
         outcome = f"test accuracy {test.accuracy:.2%}" if test else "no test set"
         if test and best and best["step"] != progress.step:
             outcome += f"; best model (epoch {best['epoch']}): {best['test_accuracy']:.2%}"
-        if nothing:
-            self.logger.console.warn(nothing)
         self.logger.console.print(f"complete after {progress.step} steps: {outcome}")
 
     def _test_best(self, last: Evaluation | None, before_batch: Callable[[], object]) -> dict[str, Any] | None:
@@ -194,21 +189,6 @@ def tables_of(test: Evaluation, classes: tuple[str, ...]) -> dict[str, bytes]:
     if len(classes) <= _MAX_CONFUSION_CLASSES:
         tables[CONFUSION] = confusion_csv(test.labels, test.predicted, classes).encode()
     return tables
-
-
-def learned_nothing(config: TrainConfig, classes: Sequence[str], test: Evaluation) -> str | None:
-    """Return a warning if the model is not clearly better than always predicting the most frequent class, else None."""
-    images, number = (int(value) for value in test.labels.bincount().max(0))
-    share = images / test.total
-    # Allow two standard errors: a model that has diverged may predict some more images correctly by chance. A single
-    # class cannot be learned.
-    if share == 1 or test.accuracy > share + 2 * math.sqrt(share * (1 - share) / test.total):
-        return None
-    return (
-        f"the model seems to have learned nothing: its test accuracy of {test.accuracy:.2%} is not clearly above "
-        f"the {share:.2%} of always predicting the most frequent class, {classes[number]}; the learning rate went up "
-        f"to {highest_learning_rate(config):.3g}: train again with a smaller --lr"
-    )
 
 
 def numbers_of(test: Evaluation | None) -> dict[str, Any]:

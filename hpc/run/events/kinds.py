@@ -354,8 +354,6 @@ class TrainCompleted(Event, frozen=True, kw_only=True):
     step: Int | None = None
     ended: str | None = None
     """The reason for an early end, `patience` or `max_hours`; None after the last epoch."""
-    learned_nothing: str | None = None
-    """A sentence with the numbers if the model has learned nothing; None if it has learned."""
 
 
 class Problem(Event, frozen=True, kw_only=True):

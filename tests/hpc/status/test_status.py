@@ -220,18 +220,6 @@ def test_wait_changes_one_line_in_a_terminal(run: RunDir) -> None:
     assert text.count("\n") == 1, "it has only the line feed of its end"
 
 
-def test_model_that_learned_nothing_is_a_warning_however_the_end_is_learned_of(run: RunDir, capsys: Capture) -> None:
-    completed = event("train_completed", 71.0, attempt=2, step=90, learned_nothing="the model has learned nothing")
-    write_events(run, claimed(70.0, 2), completed, attempt_ended(72.0, attempt=2))
-    write_events(run, claimed(73.0, 3), attempt_ended(74.0, attempt=3))
-    run.final.mkdir()
-    run.final_result.write_text("{}")
-    assert "warning: the model has learned nothing\n" in printed(capsys, str(run.path))
-    assert printing.wait_for_end(run, None) == 0
-    assert "warning: the model has learned nothing\n" in capsys.readouterr().out
-    assert json.loads(printed(capsys, str(run.path), "--json"))[0]["warnings"][-1] == "the model has learned nothing"
-
-
 def test_largest_parts_come_first() -> None:
     parts = {"notice": 1.0, "release": 0.0, "start": 120.0, "stage": 4.0, "rendezvous": 9.0, "restore": None}
     assert largest_parts({**parts, "total": 99.0}) == "start 120.0, rendezvous 9.0, stage 4.0"

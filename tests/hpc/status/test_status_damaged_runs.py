@@ -63,7 +63,7 @@ EVENTS: tuple[dict[str, Any], ...] = (
     {"event": "claimed", "attempt": 2, "job_id": "8", "restart": 0, "secret": "a", "port": 1, "nodes": NODES},
     {"event": "train_started", "attempt": 2, "step": 50, "total_steps": 90, "world_size": 2, "train_seconds": 2.0},
     {"event": "first_step", "attempt": 2, "step": 51},
-    {"event": "train_completed", "attempt": 2, "step": 90, "ended": None, "learned_nothing": "it learned nothing"},
+    {"event": "train_completed", "attempt": 2, "step": 90, "ended": None},
     {"event": "not_continued", "attempt": 2, "detail": "no sbatch"},
     {"event": "scancelled", "attempt": 2, "job_id": "8"},
     {"event": "attempt_ended", "attempt": 2, "cause": "bad_input", "step": 90, "detail": "x", "rank": 1},

@@ -10,16 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from support.trainings import Starter, events, lines
+from safetensors.torch import load_file
+from support.trainings import Starter, lines
 from torchrelay.checkpoint_files import STATE_TENSORS, STATE_VALUES, list_checkpoints
 
 from hpc.base.git import git_revision
-from training.config.train_config import TrainConfig
 from training.data.in_memory import read_idx_pair
 from training.evaluation.evaluator import Evaluation
 from training.evaluation.final_files import classes_csv, confusion_csv
-from training.evaluation.validation import learned_nothing, tables_of
+from training.evaluation.validation import tables_of
 from training.inference.classifier import load_classifier
 from training.inference.model_card import read_card
 from training.runtime.train_progress import Progress
@@ -81,42 +80,6 @@ def test_classes_have_recall_precision_and_f1() -> None:
     assert [rows[2][name] for name in ("images", "accuracy", "precision", "f1", "most confused with")] == ["0"] + 4 * [
         ""
     ]
-
-
-# --- a model that learned nothing ---
-
-
-def test_model_no_better_than_the_most_frequent_class_has_learned_nothing(start: Starter, run: Path) -> None:
-    weights = load_file(run / "final" / "model.safetensors")
-    # With weights of zero all classes are equally likely: the first is predicted, which 34 of the 101 images have.
-    save_file({name: torch.zeros_like(value) for name, value in weights.items()}, start.directory / "zero.safetensors")
-    still = ("--weights", str(start.directory / "zero.safetensors"), "--lr=1e-30", "--weight-decay=0")
-    useless = start.complete(*FLAGS, *still, run="useless")
-    sentence = (
-        "the model seems to have learned nothing: its test accuracy of 33.66% is not clearly above the 33.66% of "
-        "always predicting the most frequent class, 0; the learning rate went up to 1e-30: train again with a "
-        "smaller --lr"
-    )
-    assert useless.output().splitlines()[-2] == f"warning: {sentence}"
-    assert [event["learned_nothing"] for event in events(useless.run_dir, "train_completed")] == [sentence]
-    assert [event["learned_nothing"] for event in events(run, "train_completed")] == [None]
-
-
-@pytest.mark.parametrize(
-    ("confusion", "nothing"),
-    [
-        ([[0, 50], [0, 50]], True),
-        ([[5, 45], [50, 0]], True),
-        ([[9, 41], [0, 50]], True),
-        ([[11, 39], [0, 50]], False),
-        ([[0, 0], [0, 9]], False),
-    ],
-    ids=["one answer", "worse", "better by chance", "better", "nothing to learn"],
-)
-def test_the_most_frequent_class_is_the_bar(confusion: list[list[int]], nothing: bool) -> None:
-    labels, predicted = images_of(confusion)
-    test = Evaluation(loss=0.0, labels=labels, corrupt=(), predicted=predicted, top5_correct=0)
-    assert (learned_nothing(TrainConfig(data="x"), ("cat", "dog"), test) is not None) is nothing
 
 
 # --- the best model ---
