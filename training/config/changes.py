@@ -68,19 +68,17 @@ def check_adjusted(before: TrainConfig, after: TrainConfig, begun: Begun, epoch:
     """
     fork = f"type hpc fork {begun.typed} --name NEW --epochs {after.epochs}"
     if after.epochs != before.epochs and epoch:
+        depends = ""
         if before.initial_image_size is not None:
+            depends = "--initial-image-size, the sizes of the images depend"
+        elif before.lr_scheduler == "cosine":
+            depends = "--lr-scheduler cosine, the learning rates depend"
+        elif before.warmup_epochs > min(before.epochs, after.epochs):
+            depends = f"--warmup-epochs {before.warmup_epochs:g}, the learning rates depend"
+        if depends:
             raise UserError(
-                f"--epochs is {after.epochs}, but with --initial-image-size the size of the images depends on it, and "
-                f"the steps so far are those of --epochs {before.epochs}: {fork}, which continues from the newest "
-                f"checkpoint with the sizes of {after.epochs} epochs"
-            )
-        is_cosine = before.lr_scheduler == "cosine"
-        if is_cosine or before.warmup_epochs > min(before.epochs, after.epochs):
-            what = "--lr-scheduler cosine" if is_cosine else f"--warmup-epochs {before.warmup_epochs:g}"
-            raise UserError(
-                f"--epochs is {after.epochs}, but with {what} the learning rate of every step depends on it, and the "
-                f"steps so far are those of --epochs {before.epochs}: {fork}, which continues from the "
-                f"newest checkpoint with the learning rates of {after.epochs} epochs"
+                f"--epochs is {after.epochs}, but with {depends} on it, and the steps so far are those of --epochs "
+                f"{before.epochs}: {fork}, which continues from the newest checkpoint"
             )
         if after.epochs < epoch:
             raise UserError(

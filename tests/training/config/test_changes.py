@@ -36,7 +36,7 @@ def test_epochs_may_change_where_no_learning_rate_so_far_depends_on_them(schedul
 
 def test_epochs_may_not_change_where_the_sizes_of_the_images_depend_on_them() -> None:
     before = replace(CONFIG, lr_scheduler="constant", initial_image_size=16)
-    with pytest.raises(UserError, match="--epochs is 8, but with --initial-image-size the size of the images depends"):
+    with pytest.raises(UserError, match="--epochs is 8, but with --initial-image-size, the sizes of the images depend"):
         check_adjusted(before, replace(before, epochs=8), BEGUN, EPOCH)
     check_adjusted(before, replace(before, epochs=8), BEGUN, 0)
 

@@ -142,7 +142,7 @@ def test_epochs_that_change_earlier_learning_rates_are_refused(local_site: Site,
     spec["program"]["argv"] = argv  # cosine is the default
     run.spec.write_text(json.dumps(spec))
     says = refused(local_site, "resume", "cosine", "--epochs=4")
-    assert "with --lr-scheduler cosine the learning rate of every step depends on it" in says
+    assert "with --lr-scheduler cosine, the learning rates depend on it" in says
     assert "type hpc fork cosine --name NEW --epochs 4" in says
     assert run.final_result.exists()
 
