@@ -24,7 +24,7 @@ from hpc.run.nodedir import NodeDir
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.rules import INTERVAL_WORDS
 from training.config.train_config import TrainConfig
-from training.data.batch_schedule import make_schedule
+from training.data.batch_schedule import BatchSchedule
 from training.data.build import load_data, moved
 from training.data.loader import load_device_batches
 from training.engine.trainer import Trainer
@@ -112,7 +112,8 @@ def batches_on_device(count: int) -> Row:
     config = TrainConfig(data=data_directory(), flip="on", random_erasing=0.25, val_split=0.0)
     layout = check_data(resolve_data(config.data))
     source = moved(load_data(config, layout, _SIDE), device()).train
-    requests = make_schedule(len(source), _BATCH, 10**6, config.seed).requests(0, 0, 0, 1)
+    schedule = BatchSchedule(samples=len(source), batch_size=_BATCH, epochs=10**6, seed=config.seed)
+    requests = schedule.requests(0, 0, 0, 1)
     with load_device_batches(device(), source, requests, 0) as batches:
         advance(batches, 4)
         seconds = advance(batches, count)

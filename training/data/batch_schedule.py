@@ -84,20 +84,6 @@ class BatchSchedule:
             epoch, samples_seen = epoch + 1, 0
 
 
-def make_schedule(
-    samples: int, batch_size: int, epochs: int, seed: int, samples_per_group: int = 1, repetitions: int = 1
-) -> BatchSchedule:
-    """Return a schedule. If `batch_size` exceeds `samples`, a batch is the whole training set."""
-    return BatchSchedule(
-        samples=samples,
-        batch_size=min(batch_size, samples),
-        epochs=epochs,
-        seed=seed,
-        samples_per_group=samples_per_group,
-        repetitions=repetitions,
-    )
-
-
 def split_range(total: int, part: int, parts: int, samples_per_group: int = 1) -> tuple[int, int]:
     """Return start and end of range number `part` of `parts` consecutive ranges that cover `total` samples.
 

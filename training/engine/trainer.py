@@ -23,7 +23,7 @@ from training.checkpoint.saver import Saver
 from training.checkpoint.state import TrainState, identity
 from training.config.rules import without_effect
 from training.config.train_config import TrainConfig, highest_learning_rate, samples_per_group
-from training.data.batch_schedule import BatchSchedule, make_schedule
+from training.data.batch_schedule import BatchSchedule
 from training.data.dataset import Data, empty_classes
 from training.data.loader import load_device_batches
 from training.engine.corrupt_images import CorruptImages
@@ -67,9 +67,10 @@ class Trainer:
             self.logger = RunLogger(context.run_dir, context.attempt, self.console, writes=group.is_rank_zero)
         samples = context.run_dir.sample_log(context.attempt, group.rank)
         self.samples = JsonLines(context.run_dir, samples, self.console)
-        self.schedule = make_schedule(
-            len(data.train), config.batch_size, config.epochs, config.seed, samples_per_group(config),
-            config.repeated_augmentation,
+        self.schedule = BatchSchedule(
+            # A training set that is smaller than a batch is one batch.
+            samples=len(data.train), batch_size=min(config.batch_size, len(data.train)), epochs=config.epochs,
+            seed=config.seed, samples_per_group=samples_per_group(config), repetitions=config.repeated_augmentation,
         )  # fmt: skip
         self.state = TrainState(
             model=model,

