@@ -20,8 +20,8 @@ from training.runtime.run_context import RankInfo
 
 # A rank that has not answered for this long is taken for dead.
 _TIMEOUT = timedelta(minutes=10)
-# The first file exists where NVIDIA's driver is loaded, the second where AMD's is.
-_NVIDIA_DRIVER, _AMD_DRIVER = Path("/dev/nvidiactl"), Path("/dev/kfd")
+# The file exists where NVIDIA's driver is loaded.
+_NVIDIA_DRIVER = Path("/dev/nvidiactl")
 
 
 @contextmanager
@@ -104,20 +104,16 @@ def find_device(rank_info: RankInfo, store: Store) -> torch.device:
     return choose_device(rank_info, store, usable, problem)
 
 
-def why_no_gpu(drivers: tuple[Path, ...] = (_NVIDIA_DRIVER, _AMD_DRIVER)) -> str:
+def why_no_gpu() -> str:
     """Return the reason why torch cannot use a GPU on this node."""
     version = f"torch {torch.__version__}"
-    if torch.version.cuda is None and torch.version.hip is None:
-        return f"{version} is built for CPUs alone"
-    if not any(driver.exists() for driver in drivers):
-        return f"no GPU driver is loaded (there is no {drivers[0]})"
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:
         message = str(error).strip().partition("\n")[0]
         numbered = re.search(r"Error \d+: .*", message)
         reason = numbered[0] if numbered else message.partition(". ")[0]
-        return f"{version} cannot use the driver: {reason}"
+        return f"{version} cannot use GPUs: {reason}"
     return f"{version} sees none with CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}"
 
 
