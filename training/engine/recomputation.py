@@ -14,8 +14,6 @@ from training.engine.loss_meter import DivergedError
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
 
-_FIELDS = frozenset({"step", "loss", "rank", "host"})
-
 
 class Recomputation:
     """The step whose loss was not finite, if these ranks compute it again."""
@@ -40,11 +38,10 @@ class Recomputation:
         run_dir = self._context.run_dir
         refresh_nfs_cache(run_dir.path)  # rank 0 has written the file seconds ago
         try:
-            divergence = json.loads(run_dir.diverged.read_text())
+            divergence: dict[str, Any] = json.loads(run_dir.diverged.read_text())
         except (FileNotFoundError, ValueError):
             return
-        if not isinstance(divergence, dict) or not divergence.keys() >= _FIELDS:
-            return
+        # A file of an earlier version has no conditions.
         if divergence.items() >= self._conditions.items() and divergence["step"] > step:
             self._suspect = divergence
 
