@@ -35,7 +35,6 @@ _CLUSTER = {
     "drill": "cause a failure in a run and measure the recovery",
     "notify": "send a test message to the recipients of hpc submit --notify",
     "config": "show the default flags and the files that set them",
-    "completion": "print the completion script for bash, zsh or fish",
     "testbed": "run a real Slurm on this machine (needs root)",
 }
 _GROUPS = {"start": _START, "runs": _RUNS, "cluster": _CLUSTER}

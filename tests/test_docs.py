@@ -10,7 +10,6 @@ import pytest
 from benchmarks import page
 from hpc.__main__ import PROGRAMS, VERBS
 from hpc.base import program
-from hpc.commands.cluster.completion import options_of
 from hpc.programs.script_flags import ScriptFlags
 
 ROOT = Path(__file__).parents[1]
@@ -69,6 +68,8 @@ def test_modules_can_be_run(page: str) -> None:
 
 
 def flags_of_all_commands() -> Iterator[str]:
+    from docs.site.generated import options_of
+
     for options in (*map(options_of, (*VERBS, *PROGRAMS)), ScriptFlags):
         yield from map(program.flag_name, program.flags(options))
 
@@ -82,8 +83,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("verb", REFUSED)
-def test_page_and_completion_of_a_command_lack_the_flags_that_it_refuses(verb: str) -> None:
-    from docs.site.generated import commands_page
+def test_page_of_a_command_lacks_the_flags_that_it_refuses(verb: str) -> None:
+    from docs.site.generated import commands_page, options_of
 
     _, _, rest = commands_page().partition(f"## hpc {verb}\n")
     listed = set(re.findall(r"`--([a-z0-9-]+)`", rest.partition("\n## ")[0]))

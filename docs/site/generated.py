@@ -1,25 +1,33 @@
 """Writes what is made from the code: docs/json.schema.json, and pages on commands and flags, JSON documents, events."""
 
+import importlib
 import inspect
 import json
 import textwrap
 from collections.abc import Iterator
-from dataclasses import Field
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from docs.site import json_schema
-from hpc.__main__ import PROGRAMS, VERBS
+from hpc.__main__ import PROGRAMS, VERBS, module_of
 from hpc.base import program
-from hpc.commands.cluster.completion import options_of
+from hpc.programs.program_flags import ProgramFlags
+from hpc.programs.program_kinds import DEFAULT
 from hpc.programs.script_flags import ScriptFlags
 from hpc.run.events import kinds
-from hpc.submissions.options import submit_flags
+from hpc.submissions.options import submit_flags, with_program
 
 # A command with so many flags of hpc submit takes a submission's.
 _MANY = 10
+# The modules and classes of the programs' flags. The class of a command's flags is named after the command.
+_OF_PROGRAMS = {
+    "train": "training.config.command_line:TrainOptions", "pack": "training.pack.__main__:PackOptions",
+    "predict": "training.inference.predict:PredictOptions", "export": "training.inference.export:ExportOptions",
+    "profile": "training.profile:ProfileOptions", "verify": "training.verify_resume.__main__:VerifyOptions",
+}  # fmt: skip
 NOTE = "<!-- Made by docs/site/generated.py: changes are overwritten. -->\n"
 
 
@@ -42,6 +50,15 @@ def commands_page() -> str:
         parts.append(f"## hpc {name}\n\n{summary[0].upper()}{summary[1:]}.\n")
         parts += _sections(name)
     return "\n".join(parts)
+
+
+def options_of(command: str) -> type[Any]:
+    """Return the dataclass of a command's flags, with those of the default program if it submits any."""
+    own = f"{module_of(command)}:{command.capitalize()}Options" if command in VERBS else _OF_PROGRAMS[command]
+    module, _, name = own.partition(":")
+    options: type[Any] = getattr(importlib.import_module(module), name)
+    takes_any = any(field.type is ProgramFlags for field in fields(options))
+    return with_program(options, DEFAULT) if takes_any else options
 
 
 def _sections(name: str) -> Iterator[str]:

@@ -51,17 +51,12 @@ def need_package(package: str, extra: str, what: str) -> None:
 _CLASSIFIER = ("torch", "torchvision", "numpy", "simplejpeg", "PIL", "safetensors", "tensorboard")
 
 
-def lacking_classifier() -> list[str]:
-    """Return the modules that the built-in image classifier needs and that are not installed here."""
-    return [name for name in _CLASSIFIER if importlib.util.find_spec(name) is None]
-
-
 def need_classifier(what: str) -> None:
     """Raise UserError if the packages of the built-in image classifier, which `what` needs, are not installed here.
 
     The classifier always runs in this environment, or in a copy of it: on this machine, and on the nodes.
     """
-    if missing := lacking_classifier():
+    if missing := [name for name in _CLASSIFIER if importlib.util.find_spec(name) is None]:
         raise UserError(
             f"{what} needs the built-in image classifier, which is not in {sys.prefix} (no {', '.join(missing)}): type "
             f"{pip_install('torchrelay[classifier]')}, or submit a script of your own: "

@@ -65,7 +65,7 @@ def flags(options: type[Any]) -> Iterator[Field]:
 
 
 def offered(options: type[Any]) -> list[Field]:
-    """Return the flags that help, documentation and completion show: all but those that the command refuses."""
+    """Return the flags that help and documentation show: all but those that the command refuses."""
     return [field for field in flags(options) if field.name not in getattr(options, "REFUSED", ())]
 
 
@@ -242,7 +242,7 @@ def _help_parser(
     return parser
 
 
-def add_flag(parser: Any, field: Field, help_text: str | None = None) -> argparse.Action:
+def add_flag(parser: Any, field: Field, help_text: str | None = None) -> None:
     """Add a flag to a parser or a group: with all its spellings or, if it has a help text, as people should see it."""
     name, mark, for_help = flag_name(field), mark_of(field), help_text is not None
     _, _, is_tuple = _unwrapped(field.type)
@@ -259,8 +259,7 @@ def add_flag(parser: Any, field: Field, help_text: str | None = None) -> argpars
         settings["action"] = "append"
     if for_help and choices_of(field):
         settings["choices"] = choices_of(field)
-    action: argparse.Action = parser.add_argument(*words, help=help_text, **settings)
-    return action
+    parser.add_argument(*words, help=help_text, **settings)
 
 
 def _metavar(field: Field) -> str:

@@ -91,10 +91,3 @@ def test_script_has_the_active_environment_or_else_the_python3_on_the_path(
     assert (
         f"no environment is active, and python3 is {light}/bin/python3, which does not import torch" in refused.stderr
     )
-
-
-def test_completion_lacks_the_programs_of_the_classifier(light: Path, tmp_path: Path) -> None:
-    done = type_hpc(light, tmp_path, "completion", "bash")
-    assert done.returncode == 0, done.stderr
-    assert "--gpus-per-node" in done.stdout
-    assert "profile" not in done.stdout.split()
