@@ -20,8 +20,7 @@ from hpc.run.spec import Cluster, Service
 from hpc.slurm.submission import StartEstimate
 from hpc.status.stacks import StackGroup
 from hpc.status.summary import Summary
-from hpc.studies.scaling_measures import Measures
-from hpc.studies.scaling_study import Mode
+from hpc.studies.scaling_study import Measures, Mode
 from hpc.supervise.decide import Action
 from training.profile import ADVICE, Costs
 

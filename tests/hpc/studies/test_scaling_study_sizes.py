@@ -3,8 +3,7 @@
 import pytest
 
 from hpc.base.errors import UserError
-from hpc.studies.scaling_measures import Measures, with_efficiency
-from hpc.studies.scaling_study import Mode, ScalingSpec, read_gpus, read_nodes, split_sizes
+from hpc.studies.scaling_study import Measures, Mode, ScalingSpec, read_gpus, read_nodes, split_sizes, with_efficiency
 
 
 @pytest.mark.parametrize(
