@@ -24,8 +24,7 @@ from hpc.programs.program_flags import ProgramFlags
 from hpc.run.rundir import RunDir
 from hpc.status.run_view import StatusCache
 from hpc.status.summary import TERMINAL, Summary
-from hpc.studies.group import GroupDir, Spec
-from hpc.studies.members import start_member
+from hpc.studies.group import GroupDir, Spec, start_member
 from hpc.submissions.options import SubmitOptions, run_verb, split_script
 from hpc.submissions.sbatch.sbatch_advice import explain
 from hpc.supervise.check import SuperviseOptions, check_runs

@@ -9,8 +9,7 @@ from typing import Annotated, Any
 from hpc.base.flags import Flag
 from hpc.base.units import Gpus, NodeRange
 from hpc.run.spec import Resources
-from hpc.studies.group import GroupDir
-from hpc.studies.members import common
+from hpc.studies.group import GroupDir, common
 from hpc.studies.scaling_study import Mode, ScalingDir, ScalingSpec, ScalingStudy, read_gpus, read_nodes, split_sizes
 from hpc.studies.study import main as run_study
 from hpc.submissions.options import SubmitOptions

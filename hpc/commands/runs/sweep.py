@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 from hpc.base.errors import UserError, need_package
 from hpc.base.flags import Flag
-from hpc.studies.group import GroupDir
-from hpc.studies.members import common
+from hpc.studies.group import GroupDir, common
 from hpc.studies.study import ContinueOptions, Study
 from hpc.studies.study import main as run_study
 from hpc.studies.sweep_spec import Direction, Pruner, Sampler, SweepDir, SweepSpec, grid_of, read_space
