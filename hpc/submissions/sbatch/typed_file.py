@@ -74,7 +74,7 @@ def with_file(typed: Mapping[str, Any], arguments: Sequence[str], script: tuple[
 
 def _further_flags(translation: "Translation", typed: dict[str, Any], here: Path) -> tuple[dict[str, str], list[str]]:
     """Return --runs-dir if the training starts elsewhere, --python if the batch script chooses one, and warnings."""
-    from hpc.submissions.sbatch.script_python import find_python  # noqa: PLC0415
+    from hpc.submissions.sbatch.translation import find_python  # noqa: PLC0415
 
     flags, warnings = dict[str, str](), list[str]()
     if translation.directory != here and not (runs_dir := cli.runs_dir(typed).expanduser()).is_absolute():

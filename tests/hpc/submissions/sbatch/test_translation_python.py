@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc.submissions.sbatch.script_python import find_python
 from hpc.submissions.sbatch.statement_reader import SetupLine
+from hpc.submissions.sbatch.translation import find_python
 
 
 def lines(*texts: str) -> list[SetupLine]:
