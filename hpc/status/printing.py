@@ -3,26 +3,32 @@
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
 from hpc.base.text import visible
 from hpc.commands import cli
+from hpc.run.code_files import CodeFiles, parents, written_files
 from hpc.run.events.downtime import Interruption
 from hpc.run.rundir import RunDir
 from hpc.status.cells import counted_steps, interruptions, wait_reason
 from hpc.status.details import interruption_table, training_progress
 from hpc.status.run_view import StatusCache
-from hpc.status.script_files import with_written_files
-from hpc.status.summary import TERMINAL, Summary
+from hpc.status.summary import TERMINAL, Summary, WrittenFiles
 from hpc.status.table import view
 
 _WAIT_SECONDS, _PIPE_WIDTH = 1.0, 1000
+# A script with more files is asked about its first ones alone.
+_MOST_FILES = 10_000
 
 
 def print_table(rows: list[Summary], *, details: bool) -> None:
@@ -55,6 +61,32 @@ def summaries(runs: Sequence[RunDir], *, details: bool = False) -> list[Summary]
     if cache.problem:
         print(visible(cache.problem), file=sys.stderr)
     return list(map(with_written_files, rows)) if details else rows
+
+
+def with_written_files(row: Summary) -> Summary:
+    """Return the summary with the files that the script has written; unchanged if the run records no copies."""
+    run = RunDir(Path(row.run_dir))
+    record = CodeFiles.load(run.code)
+    if record is None:
+        return row
+    names = islice((name for name in written_files(run.code, record) if not name.endswith("/")), _MOST_FILES)
+    made = parents((*record.copied, *record.linked))
+    counts = Counter(_place(name, made) for name in names)
+    found = [WrittenFiles(path=_shown(run.code, place), files=files) for place, files in counts.items()]
+    return replace(row, written=tuple(found))
+
+
+def _place(name: str, made: set[str]) -> str:
+    """Return the highest directory of a file that the run itself has made, with a final slash; else the file."""
+    parts = name.split("/")
+    own = ("/".join(parts[:number]) for number in range(1, len(parts)))
+    return next((f"{directory}/" for directory in own if directory not in made), name)
+
+
+def _shown(code: Path, place: str) -> str:
+    """Return a path as a user in the current directory types it: relative, unless it is outside."""
+    path = f"{code}/{place}"
+    return path.removeprefix(f"{Path.cwd()}/")
 
 
 def wait_for_end(run: RunDir, answer: dict[str, Any] | None) -> int:
