@@ -166,7 +166,7 @@ class Run:
 
     def report(self) -> Path:
         """Write the HTML page and the CSV tables of the run. Returns the path of the page."""
-        from hpc.report.writing import page_path, write_report  # noqa: PLC0415 - imports pandas and Bokeh
+        from hpc.commands.runs.report import page_path, write_report  # noqa: PLC0415 - imports pandas and Bokeh
 
         path = page_path([self._run])
         write_report([self._run], path)
