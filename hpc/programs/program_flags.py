@@ -41,18 +41,6 @@ class Begun:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StudySize:
-    """What a run of a scaling study differs in."""
-
-    places: Mapping[str, str]
-    """Values that a script may name in braces: the numbers of nodes, of GPUs per node and of ranks."""
-    growth: float
-    """The batch of all ranks together, as a multiple of the smallest size's."""
-    minutes: float
-    """The length of the training."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class ProgramFlags(ABC):
     """The flags of one program, which a submission has in addition to those of the launcher."""
 
@@ -102,8 +90,12 @@ class ProgramFlags(ABC):
         """
 
     @abstractmethod
-    def of_size(self, size: StudySize) -> Self:
-        """Return the flags of a run of a scaling study."""
+    def of_size(self, places: Mapping[str, str], *, growth: float, minutes: float) -> Self:
+        """Return the flags of a run of a scaling study, which trains for some minutes.
+
+        `places` has the values that a script may name in braces: the numbers of nodes, of GPUs per node and of ranks.
+        `growth` is the batch of all ranks together, as a multiple of the smallest size's.
+        """
 
     @abstractmethod
     def with_arguments(self, words: Sequence[str]) -> Self:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Self
 from hpc.base.errors import UserError
 from hpc.base.flags import INTERNAL
 from hpc.base.text import did_you_mean
-from hpc.programs.program_flags import Begun, ProgramFlags, ResolvedProgram, StudySize
+from hpc.programs.program_flags import Begun, ProgramFlags, ResolvedProgram
 from hpc.run.spec import RunSpec, program_of
 from hpc.run.spec_file import Program, script_program
 from hpc.sources import archive
@@ -75,9 +75,9 @@ class ScriptFlags(ScriptRequest, ProgramFlags):
         more = [f"--{name}={value}" for name, value in values.items() if f"{{{name}}}" not in "\0".join(self.script)]
         return replace(self, script=(*_filled(self.script, values), *more))
 
-    def of_size(self, size: StudySize) -> Self:
+    def of_size(self, places: Mapping[str, str], *, growth: float, minutes: float) -> Self:  # noqa: ARG002
         """Return the script with the numbers in place of `{nodes}`, `{gpus_per_node}` and `{ranks}`."""
-        return replace(self, script=_filled(self.script, size.places))
+        return replace(self, script=_filled(self.script, places))
 
     def with_arguments(self, words: Sequence[str]) -> Self:
         """Return the script with more words. Nearly all parsers take the last value of an argument."""

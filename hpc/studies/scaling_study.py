@@ -10,7 +10,6 @@ from typing import Any, Literal
 from hpc.base.errors import UserError
 from hpc.base.files import last_json_line, number_in, read_json_lines
 from hpc.base.program import values_of
-from hpc.programs.program_flags import StudySize
 from hpc.programs.program_kinds import program_of_run
 from hpc.run.events.history import History
 from hpc.run.events.kinds import FirstStep
@@ -255,10 +254,13 @@ class ScalingStudy(Study[ScalingSpec]):
     def _member(self, size: Size) -> Member:
         spec = self.spec
         places = {"nodes": str(size.nodes), "gpus_per_node": str(size.gpus), "ranks": str(size.ranks)}
-        asked = StudySize(places=places, growth=spec.growth(size), minutes=spec.minutes)
         gpus = f"{spec.gpu_type}:{size.gpus}" if spec.gpu_type else str(size.gpus)
         flags = {"nodes": str(size.nodes), "gpus-per-node": gpus}
-        return Member(name=size.name, change=lambda program: program.of_size(asked), flags=flags)
+        growth, minutes = spec.growth(size), spec.minutes
+        return Member(
+            name=size.name, flags=flags,
+            change=lambda program: program.of_size(places, growth=growth, minutes=minutes),
+        )  # fmt: skip
 
     def _measures(self) -> list[Measures]:
         """Return the measures so far, by size."""

@@ -12,7 +12,7 @@ from hpc.base import program as command_line
 from hpc.base.errors import UserError, need_classifier
 from hpc.base.files import last_json_line
 from hpc.base.flag_files import flag_names
-from hpc.programs.program_flags import Begun, ProgramFlags, ResolvedProgram, StudySize
+from hpc.programs.program_flags import Begun, ProgramFlags, ResolvedProgram
 from hpc.run.causes import EXIT_CODES
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
@@ -119,9 +119,9 @@ class ClassifierFlags(_OfSubmission, ProgramFlags):
         flags = {name.replace("_", "-"): value for name, value in values.items()}
         return command_line.build(type(self), {**command_line.values_of(self), **flags})
 
-    def of_size(self, size: StudySize) -> Self:
+    def of_size(self, places: Mapping[str, str], *, growth: float, minutes: float) -> Self:  # noqa: ARG002
         """Return the flags with a batch that has grown, and with an end after some minutes."""
-        batch_size, hours = round(self.train.batch_size * size.growth), float(f"{size.minutes / 60:.6g}")
+        batch_size, hours = round(self.train.batch_size * growth), float(f"{minutes / 60:.6g}")
         return replace(self, train=replace(self.train, batch_size=batch_size, max_hours=hours))
 
     def with_arguments(self, words: Sequence[str]) -> Self:
