@@ -1,4 +1,4 @@
-"""Reads growing logs of any size: in blocks, and only new lines. Runs on the login node."""
+"""Reads logs of any size: in blocks, and only new lines; or only the end. Runs on the login node."""
 
 import errno
 import functools
@@ -9,9 +9,16 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
+from hpc.base.traceback_text import exception_lines
+from hpc.run.events.history import History
+from hpc.run.events.kinds import AttemptEnded
 from hpc.run.rundir import RunDir
+from hpc.status.summary import LastOutput
 
 _BLOCK_BYTES = 2**17
+# How much of the end of a log is searched for a traceback, and how much is shown.
+_TAIL_BYTES = 65536
+_MOST_LINES, _MOST_CHARACTERS = 40, 200
 # Errors of reading a file that this machine or another NFS client has deleted meanwhile.
 _DELETED = {errno.ENOENT, errno.ESTALE}
 # Most programs, and Python's logging, write times as 2026-11-21 09:00:05,123. torch writes W1121 09:00:05.123456.
@@ -178,3 +185,33 @@ def origin_of(path: Path) -> Line:
         job, node = _numbers(path)
         return {"agent": f"job {job}", "node": node}
     return {"attempt": _numbers(path.parent)[0], "rank": _numbers(path)[0]}
+
+
+# --- the end of a rank's log ---
+
+
+def last_traceback(run: RunDir, history: History) -> list[str] | None:
+    """Return the last exception in the log of the rank that ended the last attempt; None if there is none."""
+    end = history.last(AttemptEnded)
+    if end is None or end.rank is None:
+        return None
+    found = exception_lines(_tail(run.rank_log(end.attempt, end.rank)))
+    if not found:
+        return None
+    return found if len(found) <= _MOST_LINES else [found[0], "  ...", *found[2 - _MOST_LINES :]]
+
+
+def last_output(run: RunDir, attempt: int) -> LastOutput | None:
+    """Return rank 0's last line and its time, in seconds since the epoch; None if rank 0 has printed nothing."""
+    log = run.rank_log(attempt, 0)
+    words = [line.strip() for line in _tail(log) if line.strip()]
+    if not words:
+        return None
+    return LastOutput(line=words[-1][:_MOST_CHARACTERS], time=log.stat().st_mtime)
+
+
+def _tail(log: Path) -> list[str]:
+    try:
+        return _read(log, max(0, log.stat().st_size - _TAIL_BYTES), _TAIL_BYTES).decode(errors="replace").splitlines()
+    except OSError:
+        return []

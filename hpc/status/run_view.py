@@ -46,7 +46,7 @@ from hpc.slurm import handover, squeue
 from hpc.slurm.alive import jobs_by_run
 from hpc.slurm.predecessors import predecessors_of
 from hpc.slurm.squeue import SlurmJob, jobs_by_script
-from hpc.status.last_traceback import last_output, last_traceback
+from hpc.status.log_reader import last_output, last_traceback
 from hpc.status.summary import (
     TERMINAL,
     AttemptSummary,
