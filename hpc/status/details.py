@@ -11,7 +11,6 @@ from rich.text import Text
 from hpc.base.text import few, visible
 from hpc.run.events.downtime import Interruption
 from hpc.status import cells
-from hpc.status.fitting_table import fitting_table
 from hpc.status.summary import TERMINAL, Summary, TrackerState
 
 _PARTS_SHOWN = 3
@@ -144,7 +143,7 @@ def interruption_table(console: Console, interruptions: Sequence[Interruption]) 
             largest_parts(one.seconds) or "-",
         )
         rows.append(dict(zip(_COLUMNS, (Text(visible(text)) for text in texts), strict=True)))
-    return fitting_table(console, rows, _COLUMNS, numbers=_NUMBERS, cut=("message", _LEAST_MESSAGE))
+    return cells.fitting_table(console, rows, _COLUMNS, numbers=_NUMBERS, cut=("message", _LEAST_MESSAGE))
 
 
 def largest_parts(seconds: Mapping[str, float | None]) -> str:

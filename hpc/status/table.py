@@ -9,7 +9,6 @@ from rich.text import Text
 from hpc.base.text import few, visible
 from hpc.status import cells
 from hpc.status.details import run_details
-from hpc.status.fitting_table import fitting_table
 from hpc.status.summary import TERMINAL, Summary
 
 # Columns, the most important first.
@@ -26,7 +25,9 @@ def view(console: Console, rows: Sequence[Summary], *, details: bool) -> Group:
     """Return the table of runs, their waits and damage. With `details`, show a single run in full."""
     if details and len(rows) == 1:
         return run_details(console, rows[0])
-    table = fitting_table(console, [_cells(row) for row in rows], _COLUMNS, numbers=_NUMBERS, cut=("run", _LEAST_NAME))
+    table = cells.fitting_table(
+        console, [_cells(row) for row in rows], _COLUMNS, numbers=_NUMBERS, cut=("run", _LEAST_NAME)
+    )
     return Group(table, *_reasons(rows), *_damage(rows))
 
 
