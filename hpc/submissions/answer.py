@@ -8,9 +8,9 @@ from hpc.commands import cli
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec, program_of
 from hpc.slurm.executor import SlurmExecutor, agent_command
-from hpc.submissions.cluster_choice import this_machine
 from hpc.submissions.new_run import NewRun
 from hpc.submissions.options import SubmitOptions
+from hpc.submissions.resources import this_machine
 from hpc.submissions.user_code.script_hints import code_line, hints
 
 

@@ -17,7 +17,7 @@ from hpc.programs.program_kinds import DEFAULT, kind_for, others
 from hpc.programs.script_flags import OwnScript
 from hpc.run.device_choice import DeviceChoice
 from hpc.run.spec import Network, Notification, Recovery, Resources, RunSpec, Service
-from hpc.submissions.cluster_choice import SLURM_FLAGS, ClusterFlag
+from hpc.submissions.resources import SLURM_FLAGS, ClusterFlag
 from hpc.submissions.sbatch import sbatch_advice, sbatch_variables
 
 # The flags of the training that `--help` shows; `--help-all` shows all.

@@ -18,9 +18,8 @@ from hpc.services.tracking.opening import tracker_of
 from hpc.slurm import squeue
 from hpc.slurm.predecessors import dependency
 from hpc.submissions import checks
-from hpc.submissions.cluster_choice import choose_cluster, slurm_only
 from hpc.submissions.options import SubmitOptions
-from hpc.submissions.resources import complete, resolve_device
+from hpc.submissions.resources import choose_cluster, complete, resolve_device, slurm_only
 from hpc.submissions.user_code.own_code import UserCode, find_code
 from hpc.submissions.user_code.script_hints import warnings_of_code
 from hpc.submissions.user_python import user_environment

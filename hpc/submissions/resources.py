@@ -1,8 +1,9 @@
-"""Resolves the resources and the device of a run: what was not typed gets a value. Runs on the login node."""
+"""Resolves the cluster, resources and device of a run: what was not typed gets a value. Runs on the login node."""
 
 import dataclasses
 import os
 from pathlib import Path
+from typing import Literal
 
 from hpc.base.errors import UserError
 from hpc.base.node_info import TorchBuild
@@ -13,8 +14,54 @@ from hpc.slurm import client as slurm
 from hpc.slurm import sinfo
 from hpc.slurm.sinfo import Partition
 
+ClusterFlag = Literal["auto", "slurm", "local"]
+_SLURM_ONLY = ("partition", "account", "qos", "constraint", "exclude", "mem", "time_min", "sbatch")
+SLURM_FLAGS = frozenset(name.replace("_", "-") for name in (*_SLURM_ONLY, "setup"))
+"""Flags for which --cluster local ignores the user's defaults."""
 # One of these exists if a GPU's driver is loaded.
 _DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
+
+
+def choose_cluster(asked: ClusterFlag, resources: Resources, *, in_terminal: bool) -> Cluster:
+    """Return the cluster that --cluster asks for. `auto` chooses Slurm if it is available, and if not, this machine.
+
+    `in_terminal` says whether the command was typed in a terminal, and not started by cron, for example.
+
+    Raises:
+        UserError: there is no Slurm, although `slurm` was asked for. Or `auto` would choose this machine, although a
+            flag suggests Slurm or `in_terminal` is False.
+    """
+    if asked == "local":
+        return "local"
+    reason = slurm.why_unavailable()
+    if reason is None:
+        return "slurm"
+    if asked == "slurm":
+        raise UserError(f"--cluster slurm, but there is no Slurm here ({reason}): use --cluster local")
+    meant = slurm_only(resources) + ([f"--time {resources.time}"] if resources.time else [])
+    if meant:
+        raise UserError(
+            f"{meant[0]} needs Slurm, but there is no Slurm here ({reason}): type this on a login node of the cluster, "
+            "or leave it out and use --cluster local to train on this machine"
+        )
+    if not in_terminal:
+        raise UserError(f"there is no Slurm here ({reason}): use --cluster local to train on this machine")
+    return "local"
+
+
+def slurm_only(resources: Resources) -> list[str]:
+    """Return the given flags of `resources` that apply only to Slurm, each with its value."""
+    typed = [f"--gpus-per-node {resources.gpus_per_node}"] if resources.gpus_per_node.kind else []
+    values = [(name, getattr(resources, name)) for name in _SLURM_ONLY]
+    return typed + [
+        f"--{name.replace('_', '-')} {value[0] if name == 'sbatch' else value}" for name, value in values if value
+    ]
+
+
+def this_machine() -> str:
+    """Return a phrase with the name of this machine and its number of CPUs."""
+    cpus = len(os.sched_getaffinity(0))
+    return f"this machine, {os.uname().nodename} ({cpus} CPU{'s' if cpus > 1 else ''})"
 
 
 def complete(asked: Resources, cluster: Cluster, spares: int) -> Resources:
@@ -112,13 +159,8 @@ def local_resources(asked: Resources) -> Resources:
 def resolve_device(asked: DeviceChoice, gpus_per_node: int, cluster: Cluster, build: TorchBuild | None) -> DeviceChoice:
     """Return the --device of a run: `auto` becomes `cuda` if GPUs were requested and can exist.
 
-    GPUs cannot exist on a testbed, nor, with --cluster local, on a machine without a driver.
-
-    Args:
-        asked: the value of --device.
-        gpus_per_node: the number of GPUs per node; 0 if the run uses none.
-        cluster: where the run trains.
-        build: the build of torch that the ranks import; None if unknown.
+    GPUs cannot exist on a testbed, nor, with --cluster local, on a machine without a driver. `build` is the build of
+    torch that the ranks import; None if unknown.
 
     Raises:
         UserError: the ranks would not get GPUs, or their torch cannot use them.

@@ -14,7 +14,7 @@ from support.events import resources_of
 
 from hpc.base.errors import UserError
 from hpc.run.rundir import RunDir
-from hpc.submissions.cluster_choice import choose_cluster
+from hpc.submissions.resources import choose_cluster
 
 NO_SLURM = {"PATH": "/nonexistent"}
 SUBMIT = ("submit", "--synthetic", "--batch-size=8", "--name=run")
