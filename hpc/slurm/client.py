@@ -48,7 +48,7 @@ def adopt_environment(environment: MutableMapping[str, str]) -> None:
     """Remove from `environment` the variables from which Slurm's commands would take options.
 
     Inside a job, the job's SLURM_* and SBATCH_* would pass to a new job (SLURM_CPU_BIND would pin every rank to the
-    wrong cores). Outside a job they would override our flags. (`sbatch_variables` reads some of them before.)
+    wrong cores). Outside a job they would override our flags. (`hpc.submissions.options` reads some of them before.)
     The variables that choose the cluster stay. If no cluster is configured, SLURM_CONF is set to the running testbed's.
     """
     kept = _KEPT_IN_A_JOB if "SLURM_JOB_ID" in environment else _KEPT

@@ -18,7 +18,7 @@ from hpc.programs.script_flags import OwnScript
 from hpc.run.device_choice import DeviceChoice
 from hpc.run.spec import Network, Notification, Recovery, Resources, RunSpec, Service
 from hpc.submissions.resources import SLURM_FLAGS, ClusterFlag
-from hpc.submissions.sbatch import sbatch_advice, sbatch_variables
+from hpc.submissions.sbatch import sbatch_advice
 
 # The flags of the training that `--help` shows; `--help-all` shows all.
 _EVERYDAY = {
@@ -28,6 +28,15 @@ _RARE = {
     "debug", "device", "container", "stage_keep", "stage_timeout", "python", "stage_env", "interface", "port_range",
     "notify", "tracker", "grace_period", "stop_signal", "continue_with", "start_once", "time_min", "health_check",
 }  # fmt: skip
+# Variables of sbatch that set a flag of ours. Others, such as SBATCH_EXPORT, are removed
+# (hpc.slurm.client.adopt_environment).
+_VARIABLES = {
+    "SBATCH_ACCOUNT": "account", "SBATCH_CONSTRAINT": "constraint", "SBATCH_CPUS_PER_GPU": "cpus-per-gpu",
+    "SBATCH_EXCLUSIVE": "sbatch", "SBATCH_GPUS_PER_NODE": "gpus-per-node", "SBATCH_MEM_PER_NODE": "mem",
+    "SBATCH_PARTITION": "partition", "SBATCH_QOS": "qos", "SBATCH_RESERVATION": "sbatch", "SBATCH_TIMELIMIT": "time",
+}  # fmt: skip
+# The units that sbatch assumes for a number without a unit.
+_UNITS = {"SBATCH_MEM_PER_NODE": "M", "SBATCH_TIMELIMIT": "m"}
 Options = TypeVar("Options", bound="SubmitOptions")
 _Class = TypeVar("_Class")
 
@@ -211,10 +220,32 @@ def with_defaults(
     Raises:
         UserError: a file is wrong.
     """
-    defaults = sbatch_variables.merged(flag_names(submit_flags()), os.environ)
+    defaults = flag_files.merge_defaults(user_defaults(os.environ))
     if typed.get("cluster") == "local":
         defaults = {name: value for name, value in defaults.items() if name not in SLURM_FLAGS}
     return flag_files.with_files(typed, flag_names(parsed), defaults, preset)
+
+
+def user_defaults(environment: Mapping[str, str]) -> list[flag_files.Defaults]:
+    """Return the defaults of each file and each variable of sbatch for the flags of `hpc submit`; later ones win.
+
+    Raises:
+        UserError: a file cannot be read, or has an unknown flag.
+    """
+    found = flag_files.read_defaults(flag_names(submit_flags()))
+    if "SLURM_JOB_ID" in environment:
+        return found  # inside a job, the variables describe that job
+    for variable, flag in _VARIABLES.items():
+        if value := environment.get(variable):
+            found.append(flag_files.Defaults(source=variable, settings={flag: _flag_value(variable, flag, value)}))
+    return found
+
+
+def _flag_value(variable: str, flag: str, value: str) -> str | list[str]:
+    if flag == "sbatch":
+        option = variable.removeprefix("SBATCH_").lower()
+        return [option if value == option else f"{option}={value}"]
+    return value + _UNITS.get(variable, "") if value.isdigit() else value
 
 
 def build(parsed: type[Options], values: Mapping[str, Any], script: tuple[str, ...] = ()) -> Options:

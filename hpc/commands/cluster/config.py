@@ -12,8 +12,7 @@ from rich.text import Text
 
 from hpc.base.flag_files import default_files, overlay
 from hpc.commands import cli
-from hpc.submissions.options import flag_names, submit_flags
-from hpc.submissions.sbatch import sbatch_variables
+from hpc.submissions.options import user_defaults
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +27,7 @@ class ConfigOptions(cli.Common):
 def config(environment: Mapping[str, str], options: ConfigOptions) -> int:
     """Print each default and where it comes from."""
     values, merged = dict[str, tuple[Any, str]](), dict[str, Any]()
-    for one in sbatch_variables.read(flag_names(submit_flags()), environment):
+    for one in user_defaults(environment):
         for name in one.settings:
             sources = [values[name][1]] if name in merged and isinstance(merged[name], list) else []
             values[name] = (overlay(merged, one.settings)[name], ", ".join([*sources, one.source]))

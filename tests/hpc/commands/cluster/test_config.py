@@ -9,8 +9,7 @@ import pytest
 from support import cluster
 
 from hpc.base import flag_files as files
-from hpc.submissions.options import flag_names, submit_flags
-from hpc.submissions.sbatch import sbatch_variables
+from hpc.submissions.options import user_defaults
 
 
 def hpc(tmp_path: Path, *arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
@@ -59,4 +58,4 @@ def test_site_file_gives_way_to_the_users(tmp_path: Path, monkeypatch: pytest.Mo
     site.write_text("partition: gpu\naccount: group\n")
     own.write_text("account: me\n")
     monkeypatch.setattr(files, "default_files", lambda: (site, own))
-    assert sbatch_variables.merged(flag_names(submit_flags()), {}) == {"partition": "gpu", "account": "me"}
+    assert files.merge_defaults(user_defaults({})) == {"partition": "gpu", "account": "me"}
