@@ -3,22 +3,19 @@
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated
 
 from rich.console import Console
 from rich.live import Live
 
 from hpc.base.errors import UserError
-from hpc.base.flags import REPEATABLE
 from hpc.commands import cli
 from hpc.run.ownership import other_owner
 from hpc.run.rundir import RunDir
 from hpc.status.printing import print_table, summaries
 from hpc.status.run_view import StatusCache
-from hpc.status.summary import Summary
 from hpc.status.table import watch_view
 
-State = Literal["pending", "running", "completed", "failed", "cancelled"]
 _WATCH_SECONDS = 2.0
 # The largest share of a core for --watch: users share login nodes.
 _WATCH_SHARE = 0.1
@@ -30,8 +27,6 @@ class StatusOptions(cli.RunsOptions):
 
     run: Annotated[tuple[str, ...], cli.ANY_RUNS] = ()
     """Run directories or names. Default: all runs in --runs-dir."""
-    state: Annotated[tuple[State, ...], REPEATABLE] = ()
-    """Show only runs in this state. Repeatable."""
     mine: bool = False
     """Show only your own runs, if several users share --runs-dir."""
     watch: bool = False
@@ -47,23 +42,17 @@ def status(options: StatusOptions) -> int:
         whose = " of yours" if options.mine else ""
         print(f"no runs{whose} in {options.runs_dir}: start one with hpc submit -- train.py")
     else:
-        rows = _chosen(options, summaries(runs, details=bool(options.run)))
+        rows = summaries(runs, details=bool(options.run))
         if options.json:
             cli.print_json([row.document() for row in rows])
-        elif rows:
-            print_table(rows, details=bool(options.run))
         else:
-            print(f"no run is {' or '.join(options.state)}: leave out --state to see all ({len(runs)})")
+            print_table(rows, details=bool(options.run))
     return 0
 
 
 def _runs(options: StatusOptions) -> list[RunDir]:
     runs = cli.find_runs(options.run, options.runs_dir) if options.run else cli.all_runs(options.runs_dir)
     return [run for run in runs if not options.mine or other_owner(run.path) is None]
-
-
-def _chosen(options: StatusOptions, rows: list[Summary]) -> list[Summary]:
-    return [row for row in rows if not options.state or row.state in options.state]
 
 
 def _watch(options: StatusOptions) -> None:
@@ -73,7 +62,7 @@ def _watch(options: StatusOptions) -> None:
     with Live(console=console, auto_refresh=False) as live:
         while True:
             began = time.process_time()
-            rows = _chosen(options, cache.summaries(_runs(options)))
+            rows = cache.summaries(_runs(options))
             drawn = watch_view(console, rows, details=bool(options.run), problem=cache.problem)
             live.update(drawn, refresh=True)
             time.sleep(max(_WATCH_SECONDS, (time.process_time() - began) / _WATCH_SHARE))
