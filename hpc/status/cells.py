@@ -115,14 +115,9 @@ def fitting_table(
 ) -> Group:
     """Return a table of the first, most important columns: all that fit, but at least two.
 
-    It consists of text, because rich takes 0.4 s to print a Table of 200 runs, and 0.1 s for the text.
-
-    Args:
-        console: the terminal.
-        rows: the cells by title. They are changed.
-        titles: the columns in their order.
-        numbers: the columns to align to the right.
-        cut: the column whose text is cut if there is too little room, and its least width.
+    It consists of text, because rich takes 0.4 s to print a Table of 200 runs, and 0.1 s for the text. `rows` have the
+    cells by title, which are changed. Columns of `numbers` are aligned to the right. `cut` is the column whose text is
+    cut if there is too little room, with its least width.
     """
     for cell in chain.from_iterable(row.values() for row in rows):
         cell.expand_tabs(1)

@@ -68,13 +68,7 @@ class Results:
 
 
 class Study(ABC, Generic[Spec]):
-    """Starts and follows the runs of one group.
-
-    Args:
-        group: the directory.
-        spec: the settings of the group.
-        tell: called with each message for the user.
-    """
+    """Starts and follows the runs of one group. `tell` is called with each message for the user."""
 
     def __init__(self, group: Any, spec: Spec, tell: Callable[[str], None]) -> None:
         self.group, self.spec, self.tell = group, spec, tell
@@ -167,13 +161,8 @@ def main(
 ) -> int:
     """Run `hpc sweep` or `hpc scaling`. With a name alone, it continues a group; with other flags, it starts one.
 
-    Args:
-        load: imports the class of the study.
-        start: makes the group of these options, and returns its spec.
-        kind: the kind of group.
-        options: the flags that start a group.
-        argv: the words of the command line.
-        continued: the flags that continue a group.
+    `load` imports the class of the study, `start` makes the group of these options and returns its spec, and
+    `continued` has the flags that continue a group.
     """
     flags, script = split_script(list(argv))
     typed = {word[2:].partition("=")[0].replace("_", "-") for word in flags if word.startswith("-")}

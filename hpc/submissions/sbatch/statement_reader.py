@@ -110,7 +110,7 @@ class BashWords:
     Args:
         directory: the directory in which the script starts.
         environment: the variables of the user's shell, which sbatch passes on.
-        values: further variables of the job.
+        values: Slurm's variables that follow from the options of the batch script.
     """
 
     def __init__(self, directory: Path, environment: Mapping[str, str], values: Mapping[str, str]) -> None:
@@ -197,13 +197,7 @@ class SetupLine:
 
 
 class StatementReader:
-    """Reads the statements of a batch script.
-
-    Args:
-        directory: the directory in which the script starts.
-        environment: the variables of the user's shell, which sbatch passes on.
-        values: Slurm's variables that follow from the options of the batch script; empty if no option sets one.
-    """
+    """Reads the statements of a batch script: see `BashWords`. A variable in `values` is empty if no option sets it."""
 
     def __init__(self, directory: Path, environment: Mapping[str, str], values: Mapping[str, str]) -> None:
         self.setup, self.notes = list[SetupLine](), list[tuple[int, str]]()

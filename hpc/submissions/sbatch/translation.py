@@ -123,13 +123,9 @@ class Translation:
 def translate(
     text: str, directory: Path, environment: Mapping[str, str], typed: Mapping[str, object] | None = None
 ) -> Translation:
-    """Translate the text of a batch script.
+    """Translate the text of a batch script, which `read_batch_file` has checked.
 
-    Args:
-        text: the text, which `read_batch_file` has checked.
-        directory: the directory in which the user submits.
-        environment: the variables of the user's shell, which sbatch passes on to the job.
-        typed: the flags that the user has typed after the file.
+    `environment` has the variables of the user's shell, which sbatch passes on, and `typed` the flags after the file.
 
     Raises:
         UserError: a line is not understood, or lines contradict each other.
