@@ -42,8 +42,7 @@ from hpc.submissions import checks
 from hpc.submissions.new_run import preemption_grace
 from hpc.submissions.options import JobFlags
 from hpc.submissions.resources import complete
-from hpc.submissions.user_code.code_copy import has_damaged_packages
-from hpc.submissions.user_code.renewed_code import prepare_code, replace_code, restore_code
+from hpc.submissions.user_code.code_copy import has_damaged_packages, prepare_code, replace_code, restore_code
 
 # The longest wait for the end of a cancelled job. Most jobs save and end sooner.
 _ENDING_SECONDS = 60.0

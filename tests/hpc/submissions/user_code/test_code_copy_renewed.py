@@ -12,9 +12,8 @@ from support.events import script_spec
 from hpc.base.errors import UserError
 from hpc.run.code_files import CodeFiles
 from hpc.run.rundir import RunDir
-from hpc.submissions.user_code.code_copy import copy_code
+from hpc.submissions.user_code.code_copy import copy_code, prepare_code, replace_code, restore_code
 from hpc.submissions.user_code.own_code import find_code
-from hpc.submissions.user_code.renewed_code import prepare_code, replace_code, restore_code
 
 
 def git(directory: Path, *arguments: str) -> None:
