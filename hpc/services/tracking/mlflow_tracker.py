@@ -101,12 +101,7 @@ class MlflowTracker:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         if known := self._client.get_experiment_by_name(name):
             return str(known.experiment_id)
-        try:
-            return self._client.create_experiment(name)
-        except MlflowException:
-            if known := self._client.get_experiment_by_name(name):  # another submission has just made it
-                return str(known.experiment_id)
-            raise
+        return self._client.create_experiment(name)
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
