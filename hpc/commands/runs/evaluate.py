@@ -28,8 +28,7 @@ from hpc.programs.program_kinds import program_of_run, settings_of
 from hpc.run.rundir import MODEL_CARD, MODEL_WEIGHTS, RunDir
 from hpc.run.spec import RunSpec, program_of
 from hpc.sources.source_files import is_archive
-from hpc.submissions.answer import show
-from hpc.submissions.new_run import NewRun, start_run
+from hpc.submissions.new_run import NewRun, show, start_run
 from hpc.submissions.options import SubmitOptions
 from hpc.submissions.sbatch.sbatch_advice import explain
 from training.config.classifier_program import ClassifierFlags

@@ -24,8 +24,7 @@ from hpc.programs.program_flags import ProgramFlags
 from hpc.programs.program_kinds import DEFAULT, others, program_of_run, settings_of
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec, program_of
-from hpc.submissions.answer import show
-from hpc.submissions.new_run import NewRun, start_run
+from hpc.submissions.new_run import NewRun, show, start_run
 from hpc.submissions.options import SubmitOptions, build, split_script, with_program
 from hpc.submissions.sbatch.sbatch_advice import explain
 

@@ -3,8 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from hpc.submissions.answer import show
-from hpc.submissions.new_run import start_run
+from hpc.submissions.new_run import show, start_run
 from hpc.submissions.options import SubmitOptions, run_verb, split_script
 from hpc.submissions.sbatch.typed_file import SubmitFile, with_file
 
