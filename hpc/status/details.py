@@ -1,4 +1,4 @@
-"""Formats what `hpc status RUN` prints: a line for each known fact about one run. Pure; runs on the login node."""
+"""Formats what `hpc status` prints: a table of runs, or a line for each known fact about one run. Pure; login node."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -13,10 +13,78 @@ from hpc.run.events.downtime import Interruption
 from hpc.status import cells
 from hpc.status.summary import TERMINAL, Summary, TrackerState
 
+# Columns of the table of runs, the most important first.
+_RUN_COLUMNS = (
+    *("run", "state", "job", "step", "accuracy", "ETA", "loss", "elapsed", "GPUs", "attempt", "img/s", "partition"),
+    *("interruptions", "epoch", "nodes"),
+)
+_RUN_NUMBERS = frozenset({"job", "step", "loss", "accuracy", "ETA", "elapsed", "attempt", "img/s", "epoch"})
+# The least width of a run's name: names often differ only at their ends.
+_LEAST_NAME = 40
+# What is shown of the interruptions of a run.
 _PARTS_SHOWN = 3
 _COLUMNS = ("time", "cause", "lost steps", "lost time", "rank, node", "message", "longest parts")
 _NUMBERS = frozenset({"lost steps", "lost time"})
 _LEAST_MESSAGE = 16
+
+
+def view(console: Console, rows: Sequence[Summary], *, details: bool) -> Group:
+    """Return the table of runs, their waits and damage. With `details`, show a single run in full."""
+    if details and len(rows) == 1:
+        return run_details(console, rows[0])
+    table = cells.fitting_table(
+        console, [_cells(row) for row in rows], _RUN_COLUMNS, numbers=_RUN_NUMBERS, cut=("run", _LEAST_NAME)
+    )
+    return Group(table, *_reasons(rows), *_damage(rows))
+
+
+def watch_view(console: Console, rows: Sequence[Summary], *, details: bool, problem: str | None) -> Group:
+    """Return the view of --watch. Runs that go on come first, newer before older: a terminal cuts off the end."""
+    newest_first = rows[::-1]
+    ranked = sorted(newest_first, key=lambda row: row.state in TERMINAL)
+    drawn = view(console, ranked[: console.height], details=details)
+    return Group(f"[yellow]warning:[/] {escape(visible(problem))}", drawn) if problem else drawn
+
+
+def _reasons(rows: Sequence[Summary]) -> list[str]:
+    """Return a line for each reason why runs do not train yet, with the names of the runs."""
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        if wait := cells.wait_reason(row):
+            names.setdefault(f"{row.state}: {wait}", []).append(row.run)
+    return [escape(visible(f"{few(alike)}: {reason}")) for reason, alike in names.items()]
+
+
+def _damage(rows: Sequence[Summary]) -> list[str]:
+    """Return a line for each damaged run, with its first damage and the number of others."""
+    found = [(row.run, row.damaged) for row in rows if row.damaged]
+    more = {run: f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else "" for run, damaged in found}
+    return [escape(visible(f"{run}: {damaged[0]}{more[run]}")) for run, damaged in found]
+
+
+def _cells(row: Summary) -> dict[str, Text]:
+    """Return cells by title. They are Text, because rich would parse the brackets of a list of nodes as markup."""
+    texts = {
+        "run": row.run,
+        "job": cells.or_dash(row.job_id),
+        "step": cells.step(row),
+        "accuracy": cells.accuracy(row),
+        "ETA": cells.clock(row.eta_seconds),
+        "loss": cells.or_dash(row.train_loss, "{:.4f}"),
+        "elapsed": cells.clock(row.elapsed_seconds),
+        "GPUs": cells.gpus(row),
+        "attempt": cells.or_dash(row.attempt),
+        "img/s": cells.or_dash(row.images_per_second, "{:.0f}"),
+        "partition": cells.or_dash(row.partition),
+        "interruptions": cells.interruptions(row) or "-",
+        "epoch": cells.or_dash(row.epoch),
+        "nodes": few(cells.members(row), " ") or "-",
+    }
+    state = Text(row.state, style=cells.STYLES[row.state])
+    return {"state": state, **{title: Text(visible(text)) for title, text in texts.items()}}
+
+
+# --- one run ---
 
 
 def run_details(console: Console, row: Summary) -> Group:

@@ -21,10 +21,9 @@ from hpc.run.code_files import CodeFiles, parents, written_files
 from hpc.run.events.downtime import Interruption
 from hpc.run.rundir import RunDir
 from hpc.status.cells import counted_steps, interruptions, wait_reason
-from hpc.status.details import interruption_table, training_progress
+from hpc.status.details import interruption_table, training_progress, view
 from hpc.status.run_view import StatusCache
 from hpc.status.summary import TERMINAL, Summary, WrittenFiles
-from hpc.status.table import view
 
 _WAIT_SECONDS, _PIPE_WIDTH = 1.0, 1000
 # A script with more files is asked about its first ones alone.

@@ -12,9 +12,9 @@ from hpc.base.errors import UserError
 from hpc.commands import cli
 from hpc.run.ownership import other_owner
 from hpc.run.rundir import RunDir
+from hpc.status.details import watch_view
 from hpc.status.printing import print_table, summaries
 from hpc.status.run_view import StatusCache
-from hpc.status.table import watch_view
 
 _WATCH_SECONDS = 2.0
 # The largest share of a core for --watch: users share login nodes.

@@ -28,8 +28,8 @@ from support.events import (
 from hpc.base.files import append_json_line
 from hpc.commands.start import status
 from hpc.run.rundir import RunDir
-from hpc.status import printing, table
-from hpc.status.details import interruption_table, largest_parts
+from hpc.status import printing
+from hpc.status.details import interruption_table, largest_parts, view
 from hpc.status.run_view import summarize
 
 Capture = pytest.CaptureFixture[str]
@@ -125,7 +125,7 @@ def test_run_whose_job_was_replaced_says_why(run: RunDir, capsys: Capture) -> No
 )
 def test_narrow_table_has_the_most_important_columns(run: RunDir, width: int, titles: str) -> None:
     console = Console(width=width, file=io.StringIO())
-    console.print(table.view(console, [summarize(run, None)], details=False))
+    console.print(view(console, [summarize(run, None)], details=False))
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue().splitlines()[0].split() == titles.split()
 
@@ -135,7 +135,7 @@ def test_every_row_is_one_line_that_fits(run: RunDir, width: int) -> None:
     row = summarize(run, None)
     names = ["a" * 100, "resnet50-imagenet-baseline-1", "resnet50-imagenet-baseline-2"]
     console = Console(width=width, file=io.StringIO())
-    console.print(table.view(console, [structs.replace(row, run=name) for name in names], details=False))
+    console.print(view(console, [structs.replace(row, run=name) for name in names], details=False))
     console.print(interruption_table(console, [replace(one, detail="x\t" * 250) for one in row.interruptions]))
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
@@ -147,7 +147,7 @@ def test_every_row_is_one_line_that_fits(run: RunDir, width: int) -> None:
 def test_reason_of_runs_that_wait_stands_below_the_table(run: RunDir) -> None:
     row = structs.replace(summarize(run, None), state="pending", reason="Resources")
     console = Console(width=80, file=io.StringIO())
-    console.print(table.view(console, [structs.replace(row, run=name) for name in ("one", "two")], details=False))
+    console.print(view(console, [structs.replace(row, run=name) for name in ("one", "two")], details=False))
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue().splitlines()[-1] == "one, two: pending: no nodes are free"
 

@@ -16,9 +16,9 @@ from support.reported_runs import pending_run
 from hpc.base.files import append_json_line
 from hpc.report.gather import gather
 from hpc.run.rundir import RunDir
+from hpc.status.details import view
 from hpc.status.run_view import StatusCache
 from hpc.status.summary import Summary
-from hpc.status.table import view
 from hpc.supervise.decide import decide
 from hpc.supervise.observe import observe
 
