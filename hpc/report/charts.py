@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from hpc.report.gather import RunRecord, labels_of
-from hpc.services.tracking.points import BOOKKEEPING
+from hpc.services.tracking.tracker import BOOKKEEPING
 
 COLORS = {
     "s1": "#1d5fd1", "s2": "#c2500a", "s3": "#14804a", "s4": "#8a3ffc", "s5": "#b8256e", "s6": "#0b7285",

@@ -22,7 +22,7 @@ from hpc.base.files import write_atomic
 from hpc.base.program import changed
 from hpc.base.text import few
 from hpc.run.rundir import RunDir
-from hpc.services.tracking.points import Point, read_points
+from hpc.services.tracking.tracker import Point, read_points
 from hpc.slurm.cancellation import cancel_run
 from hpc.status.summary import Summary
 from hpc.studies.group import options_of

@@ -14,8 +14,7 @@ from hpc.base.errors import UserError
 from hpc.run.events.history import Outcome
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
-from hpc.services.tracking.points import Point
-from hpc.services.tracking.tracker import PROJECT, TrackingError, run_id, settings_of
+from hpc.services.tracking.tracker import PROJECT, Point, TrackingError, run_id, settings_of
 
 # Tags of the run at MLflow: a prefix for the last step of each series, and our own id of the run.
 _SENT, _RUN = "torchrelay.sent.", "torchrelay.run"

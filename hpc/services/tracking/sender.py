@@ -20,8 +20,7 @@ from hpc.run.events.ledger import EventWriter, attempt_prefix
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.services.tracking.opening import tracker_of
-from hpc.services.tracking.points import read_points
-from hpc.services.tracking.tracker import TITLES, Tracker
+from hpc.services.tracking.tracker import TITLES, Tracker, read_points
 
 _POLL_SECONDS = 15.0
 _RETRY_SECONDS = 300.0

@@ -14,8 +14,7 @@ from hpc.base.errors import UserError
 from hpc.run.events.history import Outcome
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
-from hpc.services.tracking.points import Point
-from hpc.services.tracking.tracker import PROJECT, TrackingError, run_id, settings_of
+from hpc.services.tracking.tracker import PROJECT, Point, TrackingError, run_id, settings_of
 
 _INIT_SECONDS = 60.0
 # Prefix of the last step of each series in W&B's summary. A process that resumes the run gets this summary.

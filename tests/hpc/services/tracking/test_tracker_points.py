@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from hpc.base.files import append_json_line
-from hpc.services.tracking.points import read_points
+from hpc.services.tracking.tracker import read_points
 
 
 def test_steps_that_were_sent_are_left_out_and_the_last_line_of_a_step_counts(tmp_path: Path) -> None:
