@@ -112,17 +112,8 @@ class GroupDir(Generic[Spec]):
         except (OSError, ValueError) as error:
             raise UserError(f"{self.spec_file} is damaged, or of another version: {error}") from error
 
-    def check_is_new(self) -> None:
-        """Raise UserError if the directory exists."""
-        if self.path.exists():
-            raise self._exists()
-
-    def _exists(self) -> UserError:
-        typed = f"hpc {self.KIND} --name {self.path.name}"
-        return UserError(f"{self.path} exists already: choose another --name, or type {typed} to continue it")
-
     def make(self, spec: Spec, code: UserCode) -> None:
-        """Make the directory with the spec and the code. Raises UserError if another process has made it meanwhile."""
+        """Make the directory with the spec and the code. Raises UserError if it exists."""
         try:
             with new_directory(self.path) as path:
                 draft = type(self)(path)
@@ -130,7 +121,10 @@ class GroupDir(Generic[Spec]):
                     copy_files(code, draft.code)
                 draft.save(spec)
         except FileExistsError as error:
-            raise self._exists() from error
+            typed = f"hpc {self.KIND} --name {self.path.name}"
+            raise UserError(
+                f"{self.path} exists already: choose another --name, or type {typed} to continue it"
+            ) from error
 
     def go_on(self, options: Any) -> Spec:
         """Save and return the spec with the values that `options` has for its fields, and take back a cancellation.

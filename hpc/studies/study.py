@@ -176,12 +176,8 @@ def _work(
     load: Callable[[], type[Study[Any]]], kind: type[GroupDir[Any]], start: Callable[..., Any] | None, options: Any
 ) -> int:
     group, study = kind.named(options.name, options.runs_dir), load()
-    if start is not None:
-        group.check_is_new()
-        if options.dry_run or options.wait:
-            raise UserError(
-                f"hpc {kind.KIND} has no --dry-run and no --wait: try hpc submit --dry-run with the same flags"
-            )
+    if start is not None and (options.dry_run or options.wait):
+        raise UserError(f"hpc {kind.KIND} has no --dry-run and no --wait: try hpc submit --dry-run with the same flags")
     spec = start(group, options) if start else group.go_on(options)
     out = sys.stderr if options.json else sys.stdout
 
