@@ -44,8 +44,6 @@ class LogsOptions(cli.RunOptions):
     """Print the logs in full, from the beginning."""
     stacks: bool = False
     """Print where the ranks were in the last hang or crash: their stacks, with equal ones together."""
-    raw: bool = False
-    """Print control characters, such as those for colours, unchanged: the terminal then executes them."""
 
 
 def logs(options: LogsOptions) -> int:
@@ -68,7 +66,7 @@ def logs(options: LogsOptions) -> int:
     else:
         line = None
         for line in reader.new_lines(ended=True):
-            print(_for_people(line, raw=options.raw))
+            print(_for_people(line))
         if line is None:
             _notice(f"run {run.name} has no such log yet: see hpc status {run.name}, or the files in {run.logs}")
     if reader.shortened:
@@ -135,15 +133,14 @@ def _follow(options: LogsOptions, reader: LogReader) -> None:
             ended = cache.summary(reader.run).state in TERMINAL
             polled = time.monotonic()
         for line in reader.new_lines(ended=ended):
-            print(json.dumps(cli.versioned(line)) if options.json else _for_people(line, raw=options.raw))
+            print(json.dumps(cli.versioned(line)) if options.json else _for_people(line))
         sys.stdout.flush()
         time.sleep(0 if ended else _POLL_SECONDS)
 
 
-def _for_people(line: Line, *, raw: bool) -> str:
+def _for_people(line: Line) -> str:
     *origin, _, text = line.values()
-    name, shown = ":".join(str(part) for part in origin), str(text) if raw else visible(str(text))
-    return f"[{name}] {shown}"
+    return f"[{':'.join(map(str, origin))}] {visible(str(text))}"
 
 
 def _notice(text: str) -> None:

@@ -124,15 +124,12 @@ def test_equal_stacks_of_a_hang_are_printed_once(run: RunDir, capsys: pytest.Cap
     assert "omit --follow and --rank" in capsys.readouterr().err
 
 
-def test_control_characters_are_shown_unless_raw_output_is_asked_for(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_control_characters_are_shown_as_text(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     hostile = "\x1b]0;owned\x07\x1b[2Jloss \x9b1A"
     run.rank_log(1, 0).write_text(f"{hostile}\n")
     (run.logs / "9_0_log.out").write_text(f"{hostile}\n")
     shown = r"\x1b]0;owned\x07\x1b[2Jloss \x9b1A"
     assert printed(capsys, run) == [f"[job 9:0] {shown}", f"[1:0] {shown}"]
-    assert printed(capsys, run, "--raw", "--rank=0") == [f"[1:0] {hostile}"]
     assert logs.main([str(run.path), "--rank=0", "--json"]) == 0
     out = capsys.readouterr().out
     assert "\x1b" not in out
