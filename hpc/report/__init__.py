@@ -1,4 +1,1 @@
-"""`hpc report`: makes one self-contained HTML page, with CSV tables, about a run or a comparison of several.
-
-Runs on the login node. No other part of `hpc` imports Bokeh.
-"""
+"""`hpc report`: one HTML page, with CSV tables, about a run or several. Login node; no other room imports Bokeh."""

@@ -1,7 +1,4 @@
-"""The directory of a group of runs, such as a sweep: its spec, the copy of the user's code, and the start of its runs.
-
-Runs on the login node.
-"""
+"""The directory of a group of runs, such as a sweep: its spec, the code, and the start of its runs. Login node."""
 
 import json
 from collections.abc import Callable, Mapping
