@@ -12,8 +12,3 @@ RANK_VARIABLES: Mapping[DeviceChoice, Mapping[str, str]] = {
     "auto": {}, "cuda": {DEVICE: "cuda"}, "cpu": {DEVICE: "cpu", "CUDA_VISIBLE_DEVICES": ""},
 }  # fmt: skip
 """Environment variables of the ranks for each device."""
-
-
-def must_use_gpu(environment: Mapping[str, str]) -> bool:
-    """Return whether a rank without a GPU must end instead of using the CPU."""
-    return environment.get(DEVICE) == "cuda"

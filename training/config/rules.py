@@ -182,25 +182,15 @@ _NOT_WITH_FSDP = ("ema_decay", "sync_bn", "compile", "compress_gradients")
 # A field, a test that is true if the field has an effect, and the reason why it has none.
 _EFFECTS: tuple[tuple[str, Test, str], ...] = (
     ("lr_step_epochs", lambda c: c.lr_scheduler == "step", "it applies to --lr-scheduler step"),
-    (
-        "lr_gamma",
-        lambda c: c.lr_scheduler in {"step", "plateau"},
-        "it applies to --lr-scheduler step and --lr-scheduler plateau",
-    ),
+    ("lr_gamma", lambda c: c.lr_scheduler in {"step", "plateau"}, "it applies to --lr-scheduler step and plateau"),
     ("plateau_patience", lambda c: c.lr_scheduler == "plateau", "it applies to --lr-scheduler plateau"),
-    (
-        "early_stopping_patience",
-        lambda c: c.early_stopping_patience < c.epochs - 1,
-        "there are too few --epochs to end early",
-    ),
+    ("early_stopping_patience", lambda c: c.early_stopping_patience < c.epochs - 1, "there are too few --epochs"),
     ("nesterov", lambda c: c.optimizer == "sgd" and c.momentum > 0, "it applies to --optimizer sgd with --momentum"),
     ("min_lr", lambda c: c.lr_scheduler == "cosine", "it applies to --lr-scheduler cosine"),
     ("decay_norm_and_bias", lambda c: c.weight_decay > 0, "--weight-decay is 0"),
     ("crop_scale", lambda c: c.crop in {"auto", "resized"}, "it applies to --crop resized"),
     ("auto_augment_interpolation", lambda c: c.auto_augment != "none", "--auto-augment is none"),
     ("randaugment_magnitude", lambda c: c.auto_augment == "randaugment", "it applies to --auto-augment randaugment"),
-    ("initial_image_size", lambda c: c.epochs > 1, "the only epoch has images of --image-size"),
-    ("sync_bn", lambda c: c.model != SMALL_CNN, f"{SMALL_CNN} has no batch normalization"),
 )
 
 

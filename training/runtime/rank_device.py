@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]  # exported, but not in __all__
 from torchrelay.saving.state_writer import DeviceCopy
 
+from hpc.base.environment import DEVICE
 from hpc.base.errors import BadNodeError, TorchrelayError, UserError
 from hpc.run.causes import is_device_failure
-from hpc.run.device_choice import must_use_gpu
 from training.runtime.run_context import RankInfo
 
 # A rank that has not answered for this long is taken for dead.
@@ -100,7 +100,7 @@ def find_device(rank_info: RankInfo, store: Store) -> torch.device:
         raise UserError(f"{what}: start one rank per node (--gpus-per-node 1)")
     # Without a node agent, the user names GPUs in CUDA_VISIBLE_DEVICES. A testbed names fake GPUs, and has no driver.
     named = bool(visible) and _NVIDIA_DRIVER.exists()
-    problem = why_no_gpu() if not usable and (named or must_use_gpu(os.environ)) else ""
+    problem = why_no_gpu() if not usable and (named or os.environ.get(DEVICE) == "cuda") else ""
     return choose_device(rank_info, store, usable, problem)
 
 
@@ -120,11 +120,7 @@ def why_no_gpu() -> str:
 def choose_device(rank_info: RankInfo, store: Store, usable: int, problem: str) -> torch.device:
     """Return a GPU if all ranks have one, or the CPU if no rank has one. GPUs and CPUs cannot connect to each other.
 
-    Args:
-        rank_info: this rank.
-        store: the store of all ranks.
-        usable: the number of GPUs that torch can use on this node.
-        problem: why torch cannot use a GPU that was asked for, or an empty text.
+    torch can use `usable` GPUs on this node. If it cannot use a GPU that was asked for, `problem` says why.
 
     Raises:
         BadNodeError: this node cannot use the GPU that was asked for, or has fewer GPUs than ranks.
