@@ -17,6 +17,7 @@ from typing import Any
 
 from lightning.pytorch.callbacks import Callback
 
+from .compat import lightning_loader
 from .library_training import LibraryTraining, exit_after_save
 from .progress_files import progress_files
 from .rank_exchange import ranks
@@ -45,10 +46,7 @@ class RelayCallback(Callback):  # type: ignore[misc]  # Lightning need not be in
 
     def on_load_checkpoint(self, trainer: Any, _module: Any, checkpoint: dict[str, Any]) -> None:
         """Tell the sampler its epoch: Lightning does so too late for an interrupted epoch, whose loader has begun."""
-        # The hooks see no loader before the first epoch has begun, so take the one that was given to `fit`, which has
-        # no public name. Without it, tests/runs/test_library_callbacks_cluster.py fails.
-        loader = getattr(trainer.fit_loop._data_source, "instance", None)  # noqa: SLF001
-        sampler = getattr(loader, "sampler", None)
+        sampler = getattr(lightning_loader(trainer), "sampler", None)
         if set_epoch := getattr(sampler, "set_epoch", None):
             set_epoch(checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"])
 
