@@ -107,10 +107,8 @@ class BashWords:
 
     Bash runs the assignments and changes of the directory before it, but no other command and no command substitution.
 
-    Args:
-        directory: the directory in which the script starts.
-        environment: the variables of the user's shell, which sbatch passes on.
-        values: Slurm's variables that follow from the options of the batch script.
+    The script starts in `directory`, with the `environment` of the user's shell, which sbatch passes on, and with those
+    of Slurm's variables that follow from its options (`values`).
     """
 
     def __init__(self, directory: Path, environment: Mapping[str, str], values: Mapping[str, str]) -> None:

@@ -179,12 +179,8 @@ def lay_out(
 ) -> CodeLayout:
     """Return the layout for a directory of the user.
 
-    Args:
-        root: the directory.
-        copies: the files to copy.
-        is_left_out: says which entries no run sees.
-        made: directories that must not become links, such as the one in which the script starts.
-        written: what the run has written; the layout leaves room for it.
+    No run sees what `is_left_out`. Directories in `made` do not become links: the script starts in one of them, for
+    example. The layout leaves room for what the run has `written`.
 
     Raises:
         UserError: a directory in `made` has so many entries that links to them would take minutes.

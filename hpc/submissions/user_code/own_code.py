@@ -125,13 +125,9 @@ def find_code(
 ) -> UserCode:
     """Return the user's code, and what a run copies and links.
 
-    Args:
-        working_directory: the directory to which the script's path is relative.
-        script: the user's script, or `-m` and a module, and its arguments; empty for the classifier.
-        runs_dir: the directory of the runs, which no run sees.
-        elsewhere: whether the script runs in an environment whose modules this process cannot see.
-        in_place: whether the script runs where it is, so that nothing is copied.
-        kept: what the run has written, if it gets new code.
+    `script` is the user's script, or `-m` and a module, and its arguments; it is empty for the classifier. A script
+    that runs `elsewhere` has an environment whose modules this process cannot see. One that runs `in_place` is not
+    copied. A run that gets new code has `kept` what it has written.
 
     Raises:
         UserError: the module is missing, the script is too far away, or its directory has too many entries.

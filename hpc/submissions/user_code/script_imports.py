@@ -39,10 +39,7 @@ def read_script(script: Path, here: Path, search: Sequence[Path]) -> ScriptText:
 
     Imports within functions and conditions count; imports of a computed name are not seen.
 
-    Args:
-        script: the script, or a module's file.
-        here: the working directory in which it runs.
-        search: the directories in which Python looks for its modules, except those of installed packages.
+    It runs in the directory `here`. Python looks for its modules in `search` and among the installed packages.
     """
     trees, files, references, installed = dict[Path, ast.Module](), {script}, set[Path](), set[str]()
     waiting, places = [script], list(search)
