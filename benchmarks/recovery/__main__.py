@@ -2,11 +2,11 @@
 
     .venv/bin/python -m benchmarks.recovery
 
-Each contender (`contenders.py`) trains on 2 nodes with a rank each. A failure comes in the middle of an epoch, after at
-least one whole epoch: a rival that saves once an epoch loses half of one, as it does on average. Measured in the steps
-that rank 0 logs (`step_log.py`): the seconds from the failure to the first step of ranks that were started afterwards,
-and the steps that the restored state does not have. The cost of a failure is these seconds and those in which the lost
-steps are made again.
+Each contender (`contenders.py`) trains on 2 nodes with a rank each. A failure comes near the middle of an epoch, after
+at least one whole epoch: a rival that saves once an epoch loses half of one, as it does on average. Measured in the
+steps that rank 0 logs (`step_log.py`): the seconds from the failure to the first step of ranks that were started
+afterwards, and the steps that the restored state does not have. The cost of a failure is these seconds and those in
+which the lost steps are made again.
 
 The built-in classifier, which computes without a wait, is measured before all others, by `hpc drill`. Then come all
 failures after which training continues within seconds, in turns: no other training recovers at the same time. At last,

@@ -57,6 +57,7 @@ class Training:
     job_id: str = ""
     failed_epoch: int = 0
     """The epoch, from 0, of the last failure."""
+    failures: int = 0
 
     @property
     def name(self) -> str:
@@ -78,12 +79,18 @@ class Training:
         return ranks[max(ranks)]
 
     def is_due(self) -> bool:
-        """Return whether this is a time for a failure: the middle of an epoch that had none, and is not the first."""
+        """Return whether this is a time for a failure: in an epoch that had none, and is not the first.
+
+        The failures come after 40, 50 and 60 % of an epoch, by turns. After the same number of steps since the ranks
+        have started, they would be the same failure, which ends a run of ours whose script reports no steps.
+        """
         epoch, done = divmod(step_log.newest_step(self.log()), self.workload.epoch_steps)
-        return epoch > self.failed_epoch and 1 / 2 <= done / self.workload.epoch_steps < 2 / 3
+        least = (0.4, 0.5, 0.6)[self.failures % 3]
+        return epoch > self.failed_epoch and least <= done / self.workload.epoch_steps < least + 0.15
 
     def note_failure(self) -> None:
         """Note that a failure is caused now."""
+        self.failures += 1
         self.failed_epoch = step_log.newest_step(self.log()) // self.workload.epoch_steps
 
     def jobs(self) -> list[SlurmJob]:
