@@ -153,7 +153,7 @@ def machine(packages: Iterable[str]) -> dict[str, Any]:
     """Return where and with which versions is measured; None: there is none."""
     return {
         "date": datetime.now(UTC).date().isoformat(),
-        "commit": _output("git", "-C", str(ROOT), "describe", "--always", "--dirty"),
+        "commit": _commit(),
         "processor": processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30),
@@ -174,6 +174,14 @@ def versions(python: Path, packages: Iterable[str]) -> dict[str, str]:
         raise SystemExit(f"{python} does not exist: type make rivals/ready, or give --rivals")
     done = subprocess.run([python, "-c", code, *names], capture_output=True, text=True, check=True)
     return dict(zip(names, done.stdout.split(), strict=True))
+
+
+def _commit() -> str | None:
+    """Return the commit, with `-dirty` if a tracked file but the results of other benchmarks is changed."""
+    git = ("git", "-C", str(ROOT))
+    commit = _output(*git, "rev-parse", "--short=8", "HEAD")
+    changed = _output(*git, "status", "--porcelain", "--untracked-files=no", "--", ":/", ":!benchmarks/results")
+    return f"{commit}-dirty" if commit and changed else commit
 
 
 def _output(*command: str) -> str | None:
