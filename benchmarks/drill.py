@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.harness import Findings, Flags, benchmark
 from benchmarks.hpc_commands import hpc, testbed
-from hpc.run.events.downtime import PARTS
+from hpc.run.events.interruptions import PARTS
 
 BATCH = 512
 RUN = [

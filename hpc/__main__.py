@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _import_own_packages() -> None:
-    """Import the `jobs` and `training` next to `hpc`, because PYTHONPATH may name a user's packages of these names."""
+    """Import our packages `jobs` and `training` next to `hpc`: PYTHONPATH may name a user's packages of these names."""
     for name in ("jobs", "training"):
         spec = PathFinder.find_spec(name, [str(Path(__file__).parents[1])])
         if spec and spec.loader and name not in sys.modules:

@@ -161,7 +161,10 @@ def claim(
 
 
 def refuse(run: RunDir, allocation: NodeAllocation, reason: str, *, waits: bool = False) -> None:
-    """Tell the other nodes' agents that this job start makes no attempt, and why; `waits` is for other runs."""
+    """Record for the other nodes' agents that this job start makes no attempt, and why.
+
+    `waits` is True if the run waits for other runs.
+    """
     job_id, restart = allocation.job_start
     writer = EventWriter(run.events / f"job-{job_id}-{restart}.jsonl")
     writer.append(Refused(job_id=job_id, restart=restart, detail=reason, waits=waits))

@@ -13,7 +13,6 @@ from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 from hpc.base.errors import TorchrelayError
 from hpc.base.files import modified
 from hpc.base.kernel import steady_time
-from hpc.run.budget import must_requeue, signature_of
 from hpc.run.causes import Cause, Ending, JobState, cause_of
 from hpc.run.events.kinds import (
     AttemptEnded,
@@ -28,6 +27,7 @@ from hpc.run.events.kinds import (
 from hpc.run.events.ledger import check_is_newest
 from hpc.run.events.resumption import is_cancelled_now
 from hpc.run.nodedir import NodeDir, node_dirs
+from hpc.run.restart_budget import must_requeue, signature_of
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.slurm import client as slurm

@@ -14,8 +14,8 @@ from hpc.cluster.doctor.findings import Finding
 from hpc.cluster.testbed.lifecycle import TestbedStatus
 from hpc.commands.cluster.drill import Kind
 from hpc.commands.runs.clean import Holding
-from hpc.run.events.downtime import Interruption
 from hpc.run.events.history import State
+from hpc.run.events.interruptions import Interruption
 from hpc.run.spec import Cluster, Service
 from hpc.slurm.submission import StartEstimate
 from hpc.status.stacks import StackGroup

@@ -1,9 +1,9 @@
-"""Runs a program from its command line to its exit code: reads flags, makes the help, calls the work, prints an error.
+"""Runs a program: reads its flags, prints its help or error, calls its function, and returns its exit code.
 
 The flags of a program are the fields of a dataclass. Their docstrings are the help, and a field that is a dataclass is
 a group of flags. `read` returns the text of each flag on a command line. `build` makes the dataclass from these texts,
 or from values that come from a file or a program.
-Exit codes: 0 done, 1 the work failed, 2 the user's mistake, 130 Ctrl-C. Runs everywhere.
+Exit codes: 0 success, 1 failure, 2 the user's mistake, 130 Ctrl-C. Runs everywhere.
 """
 
 import argparse

@@ -45,7 +45,7 @@ class _Given:
     given: Mapping[str, Any]
 
     def __new__(cls, **given: Any) -> Self:
-        """Make a request, and record the flags that the caller gave."""
+        """Create the object, and record the flags that the caller gave."""
         made = super().__new__(cls)
         object.__setattr__(made, "given", given)
         return made
@@ -128,7 +128,10 @@ class Run:
         return table if table.empty else table.drop_duplicates(keys, keep="last").sort_values(keys, ignore_index=True)
 
     def logs(self, rank: int | None = None, attempt: int | None = None) -> str:
-        """Return the output of all ranks and node agents; with `rank` or `attempt`, only that of the selected ranks."""
+        """Return the output of all ranks and node agents.
+
+        With `rank` or `attempt`, return only the output of that rank, or of the ranks in that attempt.
+        """
         lines = LogReader(self._run, rank, attempt).new_lines(ended=True)
         return "".join(f"{line['line']}\n" for line in lines)
 

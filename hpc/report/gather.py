@@ -16,8 +16,8 @@ from hpc.base.files import json_lines, number_in
 from hpc.base.program import plain
 from hpc.base.text import csv_cell, csv_text
 from hpc.programs.program_kinds import EvaluationTask, settings_of
-from hpc.run.events.downtime import PARTS
 from hpc.run.events.history import History
+from hpc.run.events.interruptions import PARTS
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.status.summary import TERMINAL, Summary

@@ -22,7 +22,7 @@ from hpc.report.bokeh_figures import Plots, bokeh_script, plots_of
 from hpc.report.charts import COLORS, line_style
 from hpc.report.formats import FILTERS, UNKNOWN, duration, known, number, plural
 from hpc.report.gather import RunRecord, labels_of
-from hpc.run.events.downtime import waits_of
+from hpc.run.events.interruptions import waits_of
 from hpc.run.events.kinds import Preflight, Software
 from hpc.run.spec import RunSpec
 from hpc.status import cells

@@ -85,7 +85,7 @@ def run(*command: str, environment: Mapping[str, str] | None = None) -> str:
 
 
 def failure(problem: str) -> TorchrelayError:
-    """Return the error for a command's message: a SlurmRefusalError if a retry is useless."""
+    """Return the error to raise for a command's message: a SlurmRefusalError if a retry is useless."""
     return (SlurmRefusalError if any(words in problem for words in _REFUSALS) else TorchrelayError)(problem)
 
 

@@ -59,7 +59,7 @@ def agent_command(run: RunDir, module: str = "jobs.agent") -> str:
 
 
 def _one_job(run: RunDir) -> str:
-    """Return the script line that ends an array or heterogeneous job: each of its parts would be a job of the run."""
+    """Return the line that refuses an array or heterogeneous job: Slurm would start the run once for each part."""
     text = shlex.quote(_REFUSED.format(run.script))
     return f'[ -z "${{SLURM_ARRAY_JOB_ID-}}${{SLURM_HET_SIZE-}}" ] || {{ echo {text}; exit 1; }}'
 

@@ -58,7 +58,7 @@ class Predecessor:
 
 
 def predecessors_of(run: RunDir, spec: RunSpec, jobs: Mapping[str, SlurmJob]) -> list[Predecessor]:
-    """Return the runs that a run waits for; empty once it has begun. `jobs` are the user's jobs in the queue."""
+    """Return the runs that `run` waits for: none once `run` has made an attempt. `jobs` are the user's queued jobs."""
     if not (spec.after or spec.after_ok) or History.load(run).attempts:
         return []
     listed = jobs_by_script(jobs.values())

@@ -10,7 +10,7 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from hpc.base.text import visible
-from hpc.run.events.downtime import Interruption
+from hpc.run.events.interruptions import Interruption
 from hpc.slurm.squeue import explain_reason
 from hpc.status.summary import Summary
 

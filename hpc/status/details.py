@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hpc.base.text import few, visible
-from hpc.run.events.downtime import Interruption
+from hpc.run.events.interruptions import Interruption
 from hpc.status import cells
 from hpc.status.summary import TERMINAL, Summary, TrackerState
 

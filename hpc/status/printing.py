@@ -18,7 +18,7 @@ from rich.text import Text
 from hpc.base.text import visible
 from hpc.commands import cli
 from hpc.run.code_files import CodeFiles, parents, written_files
-from hpc.run.events.downtime import Interruption
+from hpc.run.events.interruptions import Interruption
 from hpc.run.rundir import RunDir
 from hpc.status.cells import counted_steps, interruptions, wait_reason
 from hpc.status.details import interruption_table, training_progress, view

@@ -20,8 +20,8 @@ from hpc.base.files import last_json_line, number_in, storage_time
 from hpc.base.kernel import is_alive
 from hpc.run.causes import Cause, JobState
 from hpc.run.events.attempts import Attempt
-from hpc.run.events.downtime import goodput, interruptions_of, steps_lost, waits_of
 from hpc.run.events.history import History, State
+from hpc.run.events.interruptions import goodput, interruptions_of, steps_lost, waits_of
 from hpc.run.events.kinds import (
     Claimed,
     DataStaged,

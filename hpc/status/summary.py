@@ -5,8 +5,8 @@ from typing import Any, Literal
 
 from msgspec import Struct, to_builtins
 
-from hpc.run.events.downtime import Interruption
 from hpc.run.events.history import State
+from hpc.run.events.interruptions import Interruption
 from hpc.run.spec import Service
 
 TERMINAL = frozenset({"completed", "failed", "cancelled"})

@@ -34,7 +34,7 @@ _POLL_SECONDS, _MOST_POLL_SECONDS, _SUPERVISE_SECONDS = 5.0, 300.0, 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class ContinueOptions(cli.RunsOptions):
-    """Continue a group."""
+    """Options that continue a sweep or a scaling study."""
 
     name: str | None = None
     parallel: int | None = None

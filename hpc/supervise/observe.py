@@ -1,4 +1,4 @@
-"""Observes each run for the supervisor: its directory, jobs and heartbeats. Runs on the login node."""
+"""Gathers what the supervisor knows of a run: its directory, heartbeats, and jobs. Runs on the login node."""
 
 import os
 import time

@@ -50,7 +50,7 @@ def own_addresses(interface: str | None = None) -> list[str]:
 
 
 def first_node_hosts(name: str, addresses: Sequence[str], interface: str | None = None) -> list[str]:
-    """Return the hosts at which to try the first node: name and addresses; with an interface, only its addresses."""
+    """Return the hosts at which to try the first node: `addresses`, and its name unless `interface` is given."""
     return [*([] if interface else [name]), *addresses]
 
 

@@ -18,7 +18,6 @@ from msgspec import structs
 
 from hpc.base.kernel import steady_time
 from hpc.base.text import few, rank_names
-from hpc.run.budget import PastInterruption
 from hpc.run.causes import Cause
 from hpc.run.events.history import History
 from hpc.run.events.kinds import (
@@ -32,6 +31,7 @@ from hpc.run.events.kinds import (
     RoundStarted,
 )  # fmt: skip
 from hpc.run.events.resumption import is_cancelled_now
+from hpc.run.restart_budget import PastInterruption
 from hpc.slurm import handover
 from jobs.control.attempt_view import AttemptView
 from jobs.control.channel import LOST_SECONDS, ControlServer

@@ -6,11 +6,11 @@ from dataclasses import replace
 from msgspec import structs
 
 from hpc.base.text import few
-from hpc.run.budget import Budget, PastInterruption, signature_of
 from hpc.run.causes import Cause
 from hpc.run.events.attempts import attempts_of, budget_of
 from hpc.run.events.history import History
 from hpc.run.events.kinds import Interrupted, TrainStarted
+from hpc.run.restart_budget import Budget, PastInterruption, signature_of
 from jobs.control.attempt_view import AttemptView
 from jobs.control.messages import Phase
 from jobs.control.silent_nodes import LINK_SECONDS

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from math import inf
 
 from hpc.base.text import rank_names
-from hpc.run.budget import rank_signature
 from hpc.run.causes import Cause, is_consequence, may_have_waited
 from hpc.run.events.kinds import RankFailed
+from hpc.run.restart_budget import rank_signature
 from jobs.control.rank_starts import describe_ended
 
 # Long enough for all agents to report ranks that ended together.
@@ -88,7 +88,7 @@ def _priority(failure: RankFailed) -> tuple[bool, bool, float]:
 
 
 def explain(failure: RankFailed, ended: Sequence[int]) -> tuple[str, str | None]:
-    """Return a rank's failure in words, and its signature (hpc.run.budget).
+    """Return a rank's failure in words, and its signature (hpc.run.restart_budget).
 
     `ended` are the ranks that had started together with it and have ended with exit code 0.
     """

@@ -1,7 +1,8 @@
 """Tells a divergence from a faulty device, by repeating a step. Runs on every rank.
 
-When the loss is not finite, the ranks restart (hpc.run.budget), and their steps repeat bit for bit. If the loss is not
-finite again, the training has diverged. If it is finite, the rank that was the first has probably computed wrongly.
+When the loss is not finite, the ranks restart (hpc.run.restart_budget), and their steps repeat bit for bit. If the loss
+is not finite again, the training has diverged. If it is finite, the rank that was the first has probably computed
+wrongly.
 """
 
 import json

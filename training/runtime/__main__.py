@@ -54,9 +54,9 @@ _END_SECONDS = 1
 
 
 def end_left_processes() -> None:
-    """Kill the processes that the ranks left, and wait until none exists. Exit if a process cannot be killed.
+    """Kill the processes that the ranks left behind, and wait until they are gone. Exit if one cannot be killed.
 
-    torchrun waits only for the ranks' wrappers. A rank keeps its GPU until the kernel has freed its memory.
+    torchrun waits only for the ranks' wrappers, but a rank keeps its GPU until the kernel has freed the rank's memory.
     """
     if left := end_children():
         with contextlib.suppress(OSError):  # a full disk

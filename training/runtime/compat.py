@@ -18,12 +18,12 @@ __all__ = ["BatchNorm"]
 
 
 def copy_each(into: list[Tensor], values: list[Tensor], *, non_blocking: bool = False) -> None:
-    """Copy many tensors with few kernels. Read in torch 2.11 and 2.15; torch.optim itself uses it."""
+    """Copy many tensors with few kernels, as torch.optim does. Read in torch 2.11 and 2.15."""
     torch._foreach_copy_(into, values, non_blocking=non_blocking)
 
 
 def average_each(averages: list[Tensor], values: list[Tensor], weight: float) -> None:
-    """Move averages towards values by `weight` with few kernels. Read in torch 2.11 and 2.15; torch.optim uses it."""
+    """Move averages towards values by `weight` with few kernels, as torch.optim does. Read in torch 2.11 and 2.15."""
     torch._foreach_lerp_(averages, values, weight)
 
 

@@ -72,7 +72,7 @@ def node_states() -> dict[str, str]:
 
 
 def parse_states(text: str) -> dict[str, str]:
-    """Return the state of each node, as sinfo's long word, from lines such as `gpu01 idle`.
+    """Return the state of each node from sinfo's lines of a node and its state, such as `gpu01 idle`.
 
     The state in `gpu01 idle*` is `unresponsive`: the node does not respond, but Slurm has not yet marked it down.
     """

@@ -121,7 +121,7 @@ def _change_link(name: str, *change: str) -> None:
 
 
 def power_on(node: TestbedNode) -> None:
-    """Boot a node: new namespaces, empty /tmp and /dev/shm, slurmd. Do not wait until slurmctld knows the node."""
+    """Boot a node with new namespaces, empty /tmp and /dev/shm, and slurmd. slurmctld does not know the node yet."""
     pin(layout.node_net(node.name))
     switch = inside(layout.SWITCH_NET)
     peer = ("peer", "name", "eth0", "netns", str(layout.node_net(node.name)))

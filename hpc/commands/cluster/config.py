@@ -48,6 +48,6 @@ def config(environment: Mapping[str, str], options: ConfigOptions) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the verb."""
+    """Run `hpc config`, and return its exit code."""
     # `cli.run` removes the variables of sbatch, so they are read before.
     return cli.run(partial(config, dict(os.environ)), ConfigOptions, "config", argv)

@@ -171,7 +171,7 @@ def print_findings(found: Sequence[Finding], *, debug: bool) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the verb. Only a typed --nodes measures nodes, not one of the user's default flags."""
+    """Run `hpc doctor`. Only a typed --nodes measures nodes, not one of the user's default flags."""
 
     def complete(typed: Mapping[str, Any]) -> Any:
         asked = {"node": [], **typed} if "nodes" in typed else typed

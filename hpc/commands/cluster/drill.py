@@ -15,8 +15,8 @@ from typing import Annotated, Literal, TypeVar
 from hpc.base.errors import TorchrelayError, UserError
 from hpc.base.flags import POSITIONAL, Flag
 from hpc.commands import cli
-from hpc.run.events.downtime import Interruption, interruptions_of
 from hpc.run.events.history import History
+from hpc.run.events.interruptions import Interruption, interruptions_of
 from hpc.run.events.kinds import FirstStep
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec

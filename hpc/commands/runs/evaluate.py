@@ -87,7 +87,7 @@ class Subject:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the verb."""
+    """Run `hpc evaluate`, and return its exit code."""
     return cli.run(
         lambda options: show(evaluate(options), options), EvaluateOptions, "evaluate", argv, complete=options_of,
         explain=explain,
@@ -108,10 +108,10 @@ def options_of(given: Mapping[str, Any]) -> EvaluateOptions:
 
 
 def find_subject(name: str, runs_dir: Path) -> Subject:
-    """Return the run of this name.
+    """Return the run called `name`, with its spec and its training flags.
 
     Raises:
-        UserError: there is no such run, or it is an evaluation or a user's script.
+        UserError: there is no such run, or it is itself an evaluation, or it runs a user's script.
     """
     run = cli.find_run(name, runs_dir)
     spec = RunSpec.load(run)

@@ -41,8 +41,8 @@ class ForkOptions(SubmitOptions):
       hpc fork first --name low --lr 0.01
       hpc fork mine --name low -- --lr 0.01
 
-    Flags that you leave out have the values that they have in the other run. What follows -- is added to the arguments
-    of the other run's script. The metrics up to the checkpoint are copied into the new run as attempt 0.
+    Flags that you leave out keep the other run's values. Arguments after -- are appended to those of the other run's
+    script. The metrics up to the checkpoint are copied into the new run as attempt 0.
     """
 
     REFUSED = frozenset({"config", "help_all", *DEFAULT.FIXED})
@@ -57,7 +57,7 @@ ForkTraining = with_program(ForkOptions, DEFAULT)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the verb."""
+    """Run `hpc fork`, and return its exit code."""
     flags, arguments = split_script(list(sys.argv[1:] if argv is None else argv))
     inherited = {field.name for field in program.flags(ForkTraining)} - _OF_THE_FORK
     return cli.run(

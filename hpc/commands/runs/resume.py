@@ -18,7 +18,7 @@ ResumeOptions = with_program(resumed_run.ResumeOptions, DEFAULT.ADJUSTABLE)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the verb."""
+    """Run `hpc resume`, and return its exit code."""
     of_the_run = {field.name for field in program.flags(ResumeOptions)} - _OF_THE_RESUMPTION
     return cli.run(
         resume, ResumeOptions, "resume", argv, complete=resumed_run.options_of, refused=(DEFAULT,), explain=explain,

@@ -54,7 +54,7 @@ class ScalingOptions(SubmitOptions):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the verb."""
+    """Run `hpc scaling`, and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)
     nodes, gpus, others = split_sizes(words[:end])

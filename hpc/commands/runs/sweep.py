@@ -64,7 +64,7 @@ class ContinueSweep(ContinueOptions):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the verb."""
+    """Run `hpc sweep`, and return its exit code."""
     return run_study(_study, start, SweepDir, SweepOptions, sys.argv[1:] if argv is None else argv, ContinueSweep)
 
 

@@ -10,10 +10,10 @@ from functools import partial
 from hpc.base.errors import UserError
 from hpc.base.text import visible
 from hpc.commands import cli
-from hpc.run.budget import FINAL_CAUSES
 from hpc.run.causes import is_consequence
 from hpc.run.events.history import History
 from hpc.run.events.kinds import AttemptEnded, RankFailed
+from hpc.run.restart_budget import FINAL_CAUSES
 from hpc.run.rundir import RunDir
 from hpc.status.log_reader import Line, LogReader, lines_before, offset_of_last
 from hpc.status.run_view import StatusCache

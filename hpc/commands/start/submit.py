@@ -11,7 +11,7 @@ __all__ = ["SubmitOptions", "main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the verb."""
+    """Run `hpc submit`, and return its exit code."""
     words, script = split_script(list(sys.argv[1:] if argv is None else argv))
 
     def submit(options: SubmitOptions) -> int:

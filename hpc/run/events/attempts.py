@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hpc.run.budget import Budget, PastInterruption, budget_after
 from hpc.run.causes import Cause
 from hpc.run.events.kinds import (
     AttemptEnded,
@@ -16,6 +15,7 @@ from hpc.run.events.kinds import (
     RoundStarted,
     TrainStarted,
 )  # fmt: skip
+from hpc.run.restart_budget import Budget, PastInterruption, budget_after
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Attempt:
     cause: str | None = None
     detail: str | None = None
     signature: str | None = None
-    """The signature of the failure that ended the attempt (hpc.run.budget)."""
+    """The signature of the failure that ended the attempt (hpc.run.restart_budget)."""
     resumed: float | None = None
     """Time at which the user resumed the run after this attempt."""
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, TypeVar, cast
 
-from hpc.run.budget import FINAL_CAUSES, Budget
 from hpc.run.causes import Cause
 from hpc.run.events import ledger
 from hpc.run.events.attempts import Attempt, attempts_of, budget_now, may_restart_after
@@ -26,6 +25,7 @@ from hpc.run.events.kinds import (
     TrainStarted,
     TrainStopped,
 )  # fmt: skip
+from hpc.run.restart_budget import FINAL_CAUSES, Budget
 from hpc.run.rundir import RunDir
 
 Outcome = Literal["completed", "failed", "cancelled"]

@@ -247,7 +247,7 @@ class OfFailure(Event, frozen=True, kw_only=True):
     detail: str | None = None
     failed_at: Time | None = None
     signature: str | None = None
-    """A text that all repetitions of a failure share (hpc.run.budget)."""
+    """A text that all repetitions of a failure share (hpc.run.restart_budget)."""
     counted_steps: Int | None = None
     """The optimizer steps that a script had done since its ranks started, if it reports none; None if unknown."""
 

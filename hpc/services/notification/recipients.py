@@ -64,9 +64,10 @@ def with_known_names(notification: Notification) -> Notification:
 
 
 def choose_recipients(names: Iterable[str]) -> dict[str, str]:
-    """Return each named recipient's service, such as Slack, by the recipient's name. `all` means all recipients.
+    """Map each name to the recipient's service, such as Slack. `all` means all recipients.
 
-    Raises UserError if the file is wrong (`read_recipients`), it lacks a name, or apprise does not support an address.
+    Raises UserError if the recipients file is wrong (`read_recipients`) or lacks a name, or if apprise does not support
+    an address.
     """
     names = list(names)
     known = read_recipients() if names else {}

@@ -195,7 +195,10 @@ class SetupLine:
 
 
 class StatementReader:
-    """Reads the statements of a batch script: see `BashWords`. A variable in `values` is empty if no option sets it."""
+    """Reads the statements of a batch script. `BashWords` explains the arguments.
+
+    `values` has Slurm's variables. The value is empty if no option sets the variable.
+    """
 
     def __init__(self, directory: Path, environment: Mapping[str, str], values: Mapping[str, str]) -> None:
         self.setup, self.notes = list[SetupLine](), list[tuple[int, str]]()

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from hpc.run.budget import PastInterruption, budget_after, must_requeue
 from hpc.run.causes import EXIT_CODES, Cause, Ending, JobState, cause_of, cause_of_exit, is_consequence
+from hpc.run.restart_budget import PastInterruption, budget_after, must_requeue
 
 QUIET = Ending(finished=False, cancelled=False, signal=None, job_state=JobState.RUNNING, preempted=False)
 

@@ -9,9 +9,9 @@ import pytest
 from support.cluster import ROOT
 
 from hpc.base.transport import pick_port
-from hpc.run.budget import rank_signature
 from hpc.run.events.kinds import RankFailed
 from hpc.run.nodedir import NodeDir
+from hpc.run.restart_budget import rank_signature
 from jobs.control.channel import AgentClock
 from jobs.control.root_failure import RootFailure
 from jobs.ranks.monitor import LocalRanks

@@ -110,7 +110,7 @@ def _shift(images: Tensor, padding: int, key: int, indices: Tensor) -> Tensor:
 def make_augmentation(config: TrainConfig, kind: Kind, mean: tuple[float, ...]) -> Augmentation:
     """Return the augmentation that the flags ask for. What `auto` means depends on the kind of the data.
 
-    `mean` is the mean of each channel, from 0 to 1. Random erasing fills with it.
+    `mean` is the mean of each channel, from 0 to 1. Random erasing fills the erased area with this color.
     """
     in_memory = kind not in {"image-folder", "packed"}
     are_digits = kind in {"idx", "digits"}

@@ -8,11 +8,11 @@ from msgspec.structs import replace as changed
 from support.events import attempt_ended, claimed, event, interruption, resumed, submitted, train_started
 
 from hpc.base.errors import TorchrelayError
-from hpc.run.budget import PastInterruption
 from hpc.run.events import ledger
 from hpc.run.events.attempts import Attempt, attempts_of, budget_now, budget_of, may_restart_after
 from hpc.run.events.kinds import AttemptEnded, Claimed, Event, Joined, RoundStarted
 from hpc.run.events.ledger import EventWriter
+from hpc.run.restart_budget import PastInterruption
 from hpc.run.rundir import RunDir
 from jobs.claim import claim, join
 from jobs.node_attempt import NodeAllocation

@@ -1,4 +1,4 @@
-"""Writes a rank's snapshots to its node's memory, and its shard to the next node's, so that a lost node loses none.
+"""Keeps a rank's snapshots in its node's memory, and a copy of its shard on the next node for when this node is lost.
 
 A rank's shard is what it holds of the state. With DDP, all ranks have the same shard: the whole state. With FSDP, each
 rank has its own, or each node has all of them (hybrid).
@@ -161,7 +161,7 @@ class NodeSnapshots:
     def __init__(
         self, directory: Path, holders: Holders, peers: RankGroup, background_peers: RankGroup, owner: Owner
     ) -> None:
-        """`directory` is this node's. `background_peers` connects the threads that call `publish`."""
+        """`directory` is for snapshots of this node; `background_peers` joins the threads that call `publish`."""
         self._directory, self._holders, self._owner = directory, holders, owner
         self._peers, self._background_peers = peers, background_peers
         own = [peers.rank] if peers.rank in holders.snapshot_writers else []

@@ -64,7 +64,10 @@ class Objects:
 
     @classmethod
     def of_script(cls, objects: Mapping[str, Saveable]) -> Self:
-        """Return a script's objects: modules, optimizers and schedulers are shared."""
+        """Sort a script's objects: modules, optimizers and schedulers are shared, the others belong to each rank.
+
+        So do the random number generators, which are added.
+        """
         from torch import nn, optim
 
         kinds = nn.Module, optim.Optimizer, optim.lr_scheduler.LRScheduler

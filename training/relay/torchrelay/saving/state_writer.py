@@ -1,8 +1,8 @@
 """Writes snapshots and checkpoints while the training continues. Runs on every rank.
 
-The thread that trains captures the state, and copies it to the memory of the next snapshot; a GPU makes this copy while
-the host goes on. A background thread publishes the snapshot, copies it to the next node if no other node has it, and to
-the shared storage if it is to be a checkpoint.
+The training thread captures the state and copies it to the memory of the next snapshot. On a GPU, it does not wait for
+the copy. A background thread publishes the snapshot, copies it to the next node if no other node has it, and writes it
+to the shared storage if a checkpoint is due.
 """
 
 import json

@@ -22,8 +22,8 @@ from support.events import (
 )
 
 from hpc.base.files import append_json_line
-from hpc.run.events.downtime import PARTS, Interruption, goodput, interruptions_of, waits_of
 from hpc.run.events.history import History
+from hpc.run.events.interruptions import PARTS, Interruption, goodput, interruptions_of, waits_of
 from hpc.run.events.kinds import Event
 from hpc.run.rundir import RunDir
 from hpc.status.run_view import summarize

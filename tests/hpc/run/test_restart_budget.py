@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from hpc.run.budget import Budget, PastInterruption, budget_after, rank_signature, signature_of
 from hpc.run.causes import Cause
+from hpc.run.restart_budget import Budget, PastInterruption, budget_after, rank_signature, signature_of
 
 KEY, VALUE = "1: KeyError: 'label'", "1: ValueError: no luck"
 

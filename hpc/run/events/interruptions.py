@@ -14,7 +14,7 @@ follows or should follow. The times of events divide the recovery into parts:
 | first_step | `train_started` | `first_step`: the loaders have started, the kernels are chosen |
 
 A script that does not use `state` records no `train_started`. Its `rendezvous` ends with `ranks_started`, and `restore`
-is 0: what the script itself restores is a part of `first_step`.
+is 0: what the script itself records_start is a part of `first_step`.
 
 Inside an attempt nothing is released, started or staged: these parts are 0. The pause before an `hpc resume` belongs to
 no part. If an attempt ended without a report, its end is noticed when the next one claims: `notice` then includes the
@@ -90,7 +90,7 @@ def interruptions_of(history: History) -> list[Interruption]:
         started = _first(after, TrainStarted)
         lost = max(0, last_step - started.step) if started else None
         last_step = 0 if started else last_step
-        interruptions.append(_interruption(before, end, after, lost, restores=history.knows_steps))
+        interruptions.append(_interruption(before, end, after, lost, records_start=history.knows_steps))
     return interruptions
 
 
@@ -125,11 +125,11 @@ def _time(event: Event | None) -> float | None:
 
 
 def _interruption(
-    before: History, end: Interrupted | AttemptEnded, after: History, steps_lost: int | None, *, restores: bool
+    before: History, end: Interrupted | AttemptEnded, after: History, steps_lost: int | None, *, records_start: bool
 ) -> Interruption:
-    """Return the interruption at the end of the span `before`, with its cost until training starts in `after`.
+    """Return the interruption that ends `before`, with its cost until the training starts again in `after`.
 
-    `restores` says whether the program records `train_started`.
+    `records_start` is True if the program records `train_started`.
     """
     lost, stopped = before.last(NodeLost), before.last(TrainStopped)
     resumed = _time(before.last(Resumed))
@@ -146,8 +146,8 @@ def _interruption(
         claimed = _time(_first(after, Claimed))
         staged = _time(after.last(DataStaged)) or claimed
     started, connected = _first(after, TrainStarted), None
-    trains = _time(started if restores else _first(after, RanksStarted))
-    if not restores:
+    trains = _time(started if records_start else _first(after, RanksStarted))
+    if not records_start:
         connected = trains
     elif started and started.seconds is not None and started.connect_seconds is not None:
         connected = started.time - started.seconds + started.connect_seconds
@@ -165,7 +165,7 @@ def _interruption(
         detail=end.detail,
         seconds=_parts([failure, noticed, released, claimed, staged, connected, trains, first_step]),
         steps_lost=steps_lost,
-        steps_lost_at_most=None if restores else end.counted_steps,
+        steps_lost_at_most=None if records_start else end.counted_steps,
     )
 
 
