@@ -98,7 +98,7 @@ def _run_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation, stop: S
             secret, allocation.num_nodes, spec.network.ports, timeout_seconds=spec.stage_timeout.seconds
         )
         try:
-            addresses = _addresses(spec, allocation)
+            addresses = own_addresses(spec.network.interface) if allocation.cluster == "slurm" else []
             once = spec.recovery.start_once
             take = partial(claim.claim_next, run, allocation, channel.port, secret, addresses, start_once=once)
             attempt = on_storage(take)
@@ -126,17 +126,14 @@ def _run_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation, stop: S
         node.storage.finish()
 
 
-def _addresses(spec: RunSpec, allocation: NodeAllocation) -> list[str]:
-    """Return this node's addresses; none with --cluster local. Raises BadNodeError if --interface has no address."""
-    if allocation.cluster != "slurm":
-        return []
-    addresses = own_addresses(spec.network.interface)
-    if spec.network.interface and not addresses:
+def _check_interface(node: NodeAttempt) -> None:
+    """Raise BadNodeError if this node has no address on the network interface of --interface."""
+    interface = node.spec.network.interface
+    if interface and node.on_slurm and not own_addresses(interface):
         raise BadNodeError(
-            f"--interface is {spec.network.interface}, but {allocation.host} has no such network interface with an "
-            f"address: it has {', '.join(interface_addresses())}"
+            f"--interface is {interface}, but {node.host} has no such network interface with an address: it has "
+            f"{', '.join(interface_addresses())}"
         )
-    return addresses
 
 
 def _take_part(node: NodeAttempt, channel: ControlChannel, stop: StopRequest) -> int:
@@ -251,7 +248,7 @@ class _Agent:
     def _record_joined(self) -> None:
         """Wait until the first node's agent answers; record how much this node's clock differs."""
         node, channel, allocation = self._node, self._channel, self._node.allocation
-        _addresses(node.spec, allocation)
+        _check_interface(node)
         if isinstance(channel, ControlClient) and not channel.met.wait(_MEET_SECONDS):
             channel.check()
             tried = ", ".join(channel.hosts)

@@ -73,10 +73,17 @@ def claim_next(
 
 
 def refuse_if_complete(run: RunDir, allocation: NodeAllocation) -> bool:
-    """Return whether the run is complete. If so, the first node's agent records that this job makes no attempt."""
-    if not run.final_result.exists():
+    """Return whether the run is complete. If so, the first node's agent records that this job makes no attempt.
+
+    Only that agent also reads the events: the completion of a run without a result is recorded nowhere else.
+    """
+    if run.final_result.exists():
+        advice = f"to train longer, type {_resume(run)} --epochs N"
+    elif allocation.is_first and History.load(run).is_complete:
+        advice = "to run its script again, submit it under a new name"
+    else:
         return False
-    reason = f"run {run.name} is complete, so this job starts nothing: to train longer, type {_resume(run)} --epochs N"
+    reason = f"run {run.name} is complete, so this job starts nothing: {advice}"
     log(reason)
     if allocation.is_first:
         refuse(run, allocation, reason)
@@ -105,10 +112,10 @@ def must_wait(run: RunDir, spec: RunSpec, allocation: NodeAllocation) -> bool:
     refuse(run, allocation, reason, waits=True)
     log(f"this job goes back into the queue: {reason}")
     if problem is None:
-        slurm.requeue(job_id)
+        ask_slurm(lambda: slurm.requeue(job_id), _CONTROLLER_SECONDS)
         ask_slurm(lambda: slurm.update(job_id, Dependency=dependency(run, spec, jobs)), _AFTER_REQUEUE_SECONDS)
     else:
-        slurm.requeue_held(job_id)
+        ask_slurm(lambda: slurm.requeue_held(job_id), _CONTROLLER_SECONDS)
         # If the other run got a new job before this one was held, release this one to wait for the new job.
         ask_slurm(lambda: wait_again(run, job_id, squeue.jobs(), held=True), _AFTER_REQUEUE_SECONDS)
     return True

@@ -48,6 +48,8 @@ _POLL_SECONDS, _LOOK_SECONDS = 0.2, 15.0
 _CONFIRM_POLL_SECONDS = 0.5
 # The other nodes kill their ranks within seconds. A node that has not done so within this time is stuck.
 _OTHERS_SECONDS = 60.0
+# The node that saves its snapshot as a checkpoint copies it to shared storage, which may be 100 GB.
+_SAVER_SECONDS = 900.0
 # A spare waits this long, so that a node with a snapshot takes over first.
 _SPARE_SECONDS = 5.0
 # An agent that has lost contact may itself be cut off, so it waits this long for another agent to confirm the loss.
@@ -83,7 +85,8 @@ def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coo
     if node.reports_steps:
         # Take the last step that any rank has done, because the metrics may be some steps behind.
         failed_step = failure.step if failure else 0
-        last_step = max(failed_step or 0, coordinator.last_step, handover.last_step(node.run) or 0)
+        logged_step = handover.last_step(node.run, node.attempt.attempt)
+        last_step = max(failed_step or 0, coordinator.last_step, logged_step or 0)
     if failure and cause is failure.cause:
         fields = {key: getattr(failure, key) for key in ("failed_at", "node", "rank", "signature")}
         advice = find_left_out(node.run, node.spec, failure.detail or "")
@@ -116,11 +119,11 @@ def conclude_failed_agent(node: NodeAttempt, failure: Cause, detail: str, signal
     """
     ending = _inspect_ending(node, signal, failure)
     cause = cause_of(ending)
-    step = (handover.last_step(node.run) or 0) if node.reports_steps else None
+    number = node.attempt.attempt
+    step = (handover.last_step(node.run, number) or 0) if node.reports_steps else None
     # Agents that recorded nothing may end for another reason each time, so such ends do not count as the same failure.
     signature = None if failure is Cause.LOST else signature_of(detail)
     blamed = node.host if cause is failure else None
-    number = node.attempt.attempt
     ended = AttemptEnded(attempt=number, cause=cause, step=step, detail=detail, node=blamed, signature=signature)
     if not record_end(node, ended):
         return 1
@@ -165,17 +168,22 @@ def _start_next(node: NodeAttempt, cause: Cause, job_state: JobState, nodes: Los
 
 
 def _wait_for_others(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor) -> set[int]:
-    """Wait until the others have ended their ranks or are silent. Returns the silent nodes; none after a minute."""
-    deadline = time.monotonic() + _OTHERS_SECONDS
-    while time.monotonic() < deadline:
+    """Wait until the others have ended their ranks, and one has saved its snapshot. Returns the silent nodes.
+
+    Returns none after a minute, or after 15 minutes if the node that saves has not ended.
+    """
+    began = time.monotonic()
+    while True:
         monitor.poll()
         own = node.allocation.node_rank
         busy = {rank for rank, status in server.statuses().items() if rank != own and status.phase not in OVER}
         silent = {rank for rank in busy if server.is_silent(rank)}
         if busy == silent:
             return silent
+        saves = server.directive.saver in busy - silent
+        if time.monotonic() - began > (_SAVER_SECONDS if saves else _OTHERS_SECONDS):
+            return set()
         time.sleep(_POLL_SECONDS)
-    return set()
 
 
 def _is_finished(node: NodeAttempt, signal: str | None, *, done: bool) -> bool:
@@ -269,7 +277,7 @@ def replace_job_without_first_node(run: RunDir, spec: RunSpec, allocation: NodeA
     # No rank has started in this job, so even with --start-once another one may follow.
     attempt = claim.claim_next(run, allocation, port=0, secret="")
     node = NodeAttempt(run=run, spec=spec, allocation=allocation, attempt=attempt)
-    step = (handover.last_step(run) or 0) if spec.program.reports_steps else None
+    step = 0 if spec.program.reports_steps else None
     ended = AttemptEnded(
         attempt=attempt.attempt, cause=Cause.NODE_FAILURE, step=step, detail=detail, node=allocation.first_node
     )

@@ -13,6 +13,7 @@ from functools import cache, partial
 
 from hpc.base.errors import TorchrelayError
 from hpc.run.events.kinds import Excluded, NotContinued, Requeued, Resubmitted
+from hpc.run.events.resumption import is_cancelled_now
 from hpc.slurm import bad_nodes, handover, job_fields, sinfo, squeue
 from hpc.slurm import client as slurm
 from hpc.slurm.predecessors import redirect_waiting_jobs
@@ -60,7 +61,10 @@ def start_next_attempt(node: NodeAttempt, nodes: LostNodes) -> bool:
 
     down_by = time.monotonic() + _DOWN_SECONDS
 
-    def ask() -> None:
+    def ask() -> bool:
+        if is_cancelled_now(node.run):  # while Slurm did not answer
+            log("the run was cancelled: this job ends")
+            return False
         died = set(nodes.died_since())
         avoid.extend(died.difference(avoid))
         dead.update(died)
@@ -69,23 +73,24 @@ def start_next_attempt(node: NodeAttempt, nodes: LostNodes) -> bool:
             if (what == requeue and may_be_dead and _holds(node, dead)) or (what == end_first and len(left) > 1):
                 continue
             if (why_new or what != requeue) and not claim():
-                return None  # another process continues the run
+                return True  # another process continues the run
             try:
-                return ways[what]()
+                ways[what]()
             except slurm.SlurmRefusalError as error:
                 left.remove(what)
                 log(f"Slurm refuses to {what}: {error}")
+            else:
+                return True
         if not left:
             raise slurm.SlurmRefusalError("Slurm refused both the requeue and a new job")
         raise TorchrelayError(f"Slurm has not yet marked {', '.join(sorted(dead))} down")
 
     try:
-        ask_slurm(ask, SLURM_SECONDS)
+        return ask_slurm(ask, SLURM_SECONDS)
     except (TorchrelayError, OSError) as error:
         log(f"the run stops here ({error}): on the login node, start hpc supervise, or type hpc resume {node.run.path}")
         node.record(NotContinued(detail=str(error)))
         return False
-    return True
 
 
 def replace_requeued_job(node: NodeAttempt, nodes: LostNodes) -> None:

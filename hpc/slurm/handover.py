@@ -73,7 +73,7 @@ def record_missing_end(
     heartbeat = modified(run.alive) or 0.0
     ended = AttemptEnded(
         attempt=last.attempt, cause=cause, detail=detail, node=suspect,
-        step=last_step(run) or (0 if spec.program.reports_steps else None),
+        step=last_step(run, last.attempt) or (0 if spec.program.reports_steps else None),
         # The file `alive` may be older than the attempt, and its storage may have another clock.
         last_heard=max(last.started, heartbeat + time.time() - storage_time(run.path)),
     )  # fmt: skip
@@ -130,10 +130,14 @@ def _end_file(run: RunDir, attempt: int) -> Path:
     return run.events / f"{ledger.attempt_prefix(attempt)}end.jsonl"
 
 
-def last_step(run: RunDir) -> int | None:
-    """Return the last step in metrics/train.jsonl; None without a whole number there. A script may write this file."""
-    step = (last_json_line(run.train_metrics) or {}).get("step")
-    return step if type(step) is int else None
+def last_step(run: RunDir, attempt: int | None = None) -> int | None:
+    """Return the last step in metrics/train.jsonl, with `attempt` only if that attempt has written it.
+
+    A script may write this file: return None if its last line has no whole number as a step.
+    """
+    last = last_json_line(run.train_metrics) or {}
+    step = last.get("step")
+    return step if type(step) is int and attempt in {None, last.get("attempt", attempt)} else None
 
 
 def handover_deadline(claim: Handover | None) -> float:

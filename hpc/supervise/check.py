@@ -4,8 +4,9 @@ import functools
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,7 @@ from hpc.base.units import Duration
 from hpc.commands import cli
 from hpc.run.causes import JobState
 from hpc.run.ownership import check_is_own
+from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.services.notification.delivery import is_due, run_delivery
 from hpc.slurm import bad_nodes, squeue
@@ -76,31 +78,40 @@ def _observed(runs_dir: Path) -> list[RunObservation]:
     """Return observations of this user's Slurm runs in a directory. Damaged runs and other users' runs are skipped."""
     jobs = jobs_by_script(squeue.jobs().values())
     storage_now = storage_time(runs_dir.expanduser())
-    found = list[RunObservation]()
-    for run in cli.all_runs(runs_dir):
-        try:
-            check_is_own(run)
-            if run.script.exists():  # a run without a script was not submitted to Slurm
-                found.append(observe(run, jobs, storage_now))
-        except UserError as error:
-            _skip(str(error))
-        except Exception as error:  # noqa: BLE001 - any damage of a run must not stop the others
-            print(visible(f"hpc supervise: {run.path}: {error!r}"), file=sys.stderr, flush=True)
-    found = with_final_states(found)
-    for number, one in enumerate(found):
-        new = [job for job in one.running_jobs if not one.made_last_attempt(job)]
-        without_first_node = frozenset(job.job_id for job in new if squeue.lacks_first_node(job))
-        if without_first_node:
-            found[number] = replace(one, without_first_node=without_first_node)
-        excluded = _excluded(one)
-        if not excluded or all(job.state is not JobState.PENDING for job in one.jobs):
-            continue
-        spec = RunSpec.load(one.run)
-        if list(excluded) != bad_nodes.typed_exclude(spec):
-            # If nodes have gone down since the submission, the pending job can exclude fewer nodes.
-            excludable = bad_nodes.nodes_to_exclude(one.run, spec)
-            found[number] = replace(one, excluded=excluded, excludable=excludable)
-    return found
+
+    def observe_own(run: RunDir) -> RunObservation | None:
+        check_is_own(run)
+        return observe(run, jobs, storage_now) if run.script.exists() else None  # without one, it is not on Slurm
+
+    found = [_unless_damaged(run, partial(observe_own, run)) for run in cli.all_runs(runs_dir)]
+    observed = with_final_states([one for one in found if one is not None])
+    with_nodes = [_unless_damaged(one.run, partial(_with_nodes, one)) for one in observed]
+    return [one for one in with_nodes if one is not None]
+
+
+def _unless_damaged(run: RunDir, act: Callable[[], RunObservation | None]) -> RunObservation | None:
+    """Return what `act` returns. If it raises, say why this run is skipped: it must not stop the others."""
+    try:
+        return act()
+    except UserError as error:
+        _skip(str(error))
+    except Exception as error:  # noqa: BLE001 - any damage of a run
+        print(visible(f"hpc supervise: {run.path}: {error!r}"), file=sys.stderr, flush=True)
+    return None
+
+
+def _with_nodes(one: RunObservation) -> RunObservation:
+    """Add to an observation which of the run's jobs lack their first node, and which nodes its pending job excludes."""
+    new = [job for job in one.running_jobs if not one.made_last_attempt(job)]
+    one = replace(one, without_first_node=frozenset(job.job_id for job in new if squeue.lacks_first_node(job)))
+    excluded = _excluded(one)
+    if not excluded or all(job.state is not JobState.PENDING for job in one.jobs):
+        return one
+    spec = RunSpec.load(one.run)
+    if list(excluded) == bad_nodes.typed_exclude(spec):
+        return one
+    # If nodes have gone down since the submission, the pending job can exclude fewer nodes.
+    return replace(one, excluded=excluded, excludable=bad_nodes.nodes_to_exclude(one.run, spec))
 
 
 def _excluded(one: RunObservation) -> Sequence[str]:

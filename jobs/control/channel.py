@@ -50,8 +50,11 @@ def own_addresses(interface: str | None = None) -> list[str]:
 
 
 def first_node_hosts(name: str, addresses: Sequence[str], interface: str | None = None) -> list[str]:
-    """Return the hosts at which to try the first node: `addresses`, and its name unless `interface` is given."""
-    return [*([] if interface else [name]), *addresses]
+    """Return the hosts at which to try the first node: its name and `addresses`, or only `addresses` of `interface`.
+
+    A first node without this interface is reached by its name, to report that it is bad.
+    """
+    return [*addresses] if interface and addresses else [name, *addresses]
 
 
 def interface_of(address: str) -> str | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.cluster import Command
-from support.events import cancelled, claimed, recorded_run, records_in, write_events
+from support.events import attempt_ended, cancelled, claimed, recorded_run, records_in, write_events
 
 from hpc.base.errors import TorchrelayError
 from hpc.run.events import ledger
@@ -191,6 +191,34 @@ def test_job_of_a_complete_or_cancelled_run_records_why_it_starts_nothing(tmp_pa
     assert claim.refuse_if_complete(run, replace(allocation("local"), node_rank=1))
     [refused] = [event for event in records_in(run.events) if event["event"] == "refused"]
     assert refused["detail"].endswith(f"to train longer, type hpc resume {run.path} --epochs N")
+
+
+def test_job_of_a_script_that_is_complete_starts_nothing(tmp_path: Path) -> None:
+    """Slurm may start a preempted job again after another job has completed the run, and users type sbatch."""
+    run = run_with_a_lost_attempt(tmp_path, "slurm", time.time())
+    write_events(run, attempt_ended(), file="attempt-001-end.jsonl")
+    own, other = allocation("slurm"), replace(allocation("slurm"), node_rank=1)
+    assert not claim.refuse_if_complete(run, other)
+    assert claim.refuse_if_complete(run, own)
+    with pytest.raises(TorchrelayError, match="run r is complete, so this job starts nothing: to run its script again"):
+        claim.join(run, other, lambda: False, 0.0)
+
+
+@pytest.mark.parametrize("problem", [None, "the other run has no job"])
+def test_job_that_must_wait_waits_for_slurm_before_it_goes_back_into_the_queue(
+    tmp_path: Path, slurm_command: Command, monkeypatch: pytest.MonkeyPatch, problem: str | None
+) -> None:
+    first = recorded_run(tmp_path / "first", claimed(1.0), attempt_ended(2.0, "preempted"))
+    first.script.touch()
+    run = recorded_run(tmp_path / "r", after=(str(first.path),))
+    state = "PENDING" if problem is None else "CANCELLED"
+    slurm_command("squeue", f"echo '8|{state}|None|gpu01|gpu01|0|N/A|N/A|{first.script}|'")
+    asked = tmp_path / "asked"
+    slurm_command("scontrol", f"echo $* >>{asked}; [ $(wc -l <{asked}) -gt 1 ] || {{ {AWAY}; }}")
+    monkeypatch.setattr(node_attempt, "_RETRY_SECONDS", 0.01)
+    assert claim.must_wait(run, RunSpec.load(run), allocation("slurm"))
+    way = "requeue" if problem is None else "requeuehold"
+    assert [line.split()[:2] for line in asked.read_text().splitlines()[:2]] == [[way, "8"]] * 2
 
 
 def test_agent_that_is_stopped_does_not_wait_for_space(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.cluster import Command
 from support.ended_attempts import HOSTS, AnsweringSlurm, EndedAttempt, EndedAttemptMaker
-from support.events import joined, recorded
+from support.events import cancelled, joined, recorded, write_events
 
 from hpc.base.errors import EXIT_NO_SPACE
 from hpc.run.events import ledger
@@ -67,6 +67,19 @@ def test_job_is_requeued_once_though_slurm_does_not_list_the_nodes_then(
     slurm_command("sinfo", "exit 1")
     assert start_next_attempt(bad.node, LostNodes(bad=["gpu02"]))
     assert slurm.asked == ["scontrol requeue"]
+
+
+def test_run_that_is_cancelled_while_slurm_is_away_gets_no_other_job(
+    ended: EndedAttemptMaker, slurm: AnsweringSlurm, slurm_command: Command, tmp_path: Path
+) -> None:
+    stopped = ended(recovery=Recovery(continue_with="requeue"))
+    write_events(stopped.run, cancelled(), file="written")
+    cancels = f"mv {stopped.run.events}/written {stopped.run.cancellation}"
+    away = "echo 'slurm_update error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
+    slurm_command("scontrol", f"echo $* >>{tmp_path}/scontrol; {cancels}; {away}")
+    assert not start_next_attempt(stopped.node, LostNodes())
+    assert (tmp_path / "scontrol").read_text().count("requeue") == 1
+    assert (stopped.continued(), slurm.asked) == ([], [])
 
 
 def test_job_that_a_limit_counts_ends_before_it_is_replaced(

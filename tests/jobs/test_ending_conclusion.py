@@ -2,6 +2,7 @@
 
 import errno
 import time
+from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
@@ -118,19 +119,39 @@ def test_failure_is_recorded_with_its_step(ended: EndedAttemptMaker, slurm: Answ
     assert slurm.asked == ["scontrol requeue"]
 
 
+@pytest.mark.parametrize(("saver", "polls"), [(1, 3), (2, 1)])
+def test_node_that_saves_its_snapshot_has_more_than_a_minute(
+    ended: EndedAttemptMaker, monkeypatch: pytest.MonkeyPatch, saver: int, polls: int
+) -> None:
+    """The end of the job would kill its agent in the middle of the copy."""
+    failed = ended()
+    failed.fails()
+    failed.nodes.report(1, phase=Phase.ENDED)  # until the third poll
+    failed.nodes.directive = replace(failed.nodes.directive, saver=saver)
+    monkeypatch.setattr(ending, "_OTHERS_SECONDS", 0.0)
+    failed.conclude()
+    assert failed.polls == polls
+
+
 @pytest.mark.parametrize(
     ("failed_step", "coordinator", "metrics", "found"),
-    [(None, 25, 31, 31), (None, 25, 5, 25), (0, 3, 2, 0), (None, 0, 0, 0)],
+    [
+        (None, 25, {"step": 31, "attempt": 1}, 31),
+        (None, 25, {"step": 5, "attempt": 1}, 25),
+        (None, 25, {"step": 31}, 31),  # a script that writes the file itself
+        (None, 25, {"step": 31, "attempt": 0}, 25),
+        (0, 3, {"step": 2, "attempt": 1}, 0),
+        (None, 0, {}, 0),
+    ],
 )
-def test_last_step_is_the_furthest_that_is_known(
-    ended: EndedAttemptMaker, failed_step: int | None, coordinator: int, metrics: int, found: int
+def test_last_step_is_the_furthest_of_this_attempt_that_is_known(
+    ended: EndedAttemptMaker, failed_step: int | None, coordinator: int, metrics: dict[str, int], found: int
 ) -> None:
     failed = ended(**TRAINING)
     failed.fails(step=failed_step)
     failed.coordinator.last_step = coordinator
-    if metrics:
-        failed.run.train_metrics.parent.mkdir()
-        append_json_line(failed.run.train_metrics, {"step": metrics})
+    failed.run.train_metrics.parent.mkdir()
+    append_json_line(failed.run.train_metrics, metrics)
     failed.conclude()
     assert failed.end["step"] == found
 

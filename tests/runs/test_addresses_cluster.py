@@ -31,9 +31,12 @@ def test_run_that_lost_its_first_node_completes_in_a_new_job(site: Site) -> None
     assert_ports(run)
 
 
-def test_missing_interface_is_named(site: Site) -> None:
+def test_nodes_without_the_interface_are_named_and_avoided(site: Site) -> None:
     run = site.submit("--data=data", "--nodes=2", *VERY_FEW_EPOCHS, *NETWORK, "--interface=ib7")
-    status = run.wait_for_state("failed")
-    assert not status["attempts"]
-    assert "--interface is ib7, but gpu01 has no such network interface with an address" in status["reason"]
-    assert "it has lo, eth0, eth1, eth2" in status["reason"]
+    run.wait("two ends", lambda: len(run.events("attempt_ended")) >= 2)
+    assert run.site.hpc("cancel", str(run.directory.path)).returncode == 0
+    first, second = run.events("attempt_ended")[:2]
+    assert first["cause"] == second["cause"] == "bad_node"
+    assert first["node"] != second["node"]
+    assert f"--interface is ib7, but {first['node']} has no such network interface with an address" in first["detail"]
+    assert "it has lo, eth0, eth1, eth2" in first["detail"]

@@ -125,6 +125,13 @@ def test_squeue_that_cannot_be_trusted_starts_nothing(queue: Site) -> None:
     assert live_jobs(run) == [run.job_id]
 
 
+def test_damaged_spec_of_a_queued_run_does_not_stop_the_others(queue: Site) -> None:
+    waiting = queue.submit(*RANK_PER_NODE, "--name=waiting", "--nodes=1", "--exclude=gpu04")
+    crippled(queue, "lost", holds_nodes=False)
+    waiting.directory.spec.write_text("{}")
+    assert actions(queue) == {"lost": "resubmit"}
+
+
 def test_dry_run_does_nothing_and_a_run_that_is_cancelled_while_it_has_no_job_stays_cancelled(queue: Site) -> None:
     run = crippled(queue, "run", holds_nodes=False)
     write_events(run.directory, attempt_ended(None, "crashed", step=0))
