@@ -23,7 +23,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from hpc.base.errors import TorchrelayError, UserError
-from hpc.base.files import is_temporary, remove_abandoned
+from hpc.base.files import is_temporary, remove_abandoned, storage_time
 from hpc.base.flags import Flag
 from hpc.base.text import visible
 from hpc.base.units import Duration
@@ -114,7 +114,7 @@ def _chosen(options: CleanOptions) -> list[Holding]:
     wanted = set(options.state.split(","))
     if wanted - TERMINAL:
         raise UserError(f"--state is {options.state!r}: use one or several of {','.join(sorted(TERMINAL))}")
-    oldest = time.time() - options.older_than.seconds
+    oldest = storage_time(options.runs_dir.expanduser()) - options.older_than.seconds
     runs = [cli.find_own_run(name, options.runs_dir) for name in options.run] or cli.all_runs(options.runs_dir)
     cache = StatusCache()
     states = {row.run_dir: row.state for row in cache.summaries(runs)}
@@ -192,7 +192,7 @@ def _is_abandoned(path: Path) -> bool:
     """Return whether an interrupted removal or a killed submission has left this directory."""
     if _REMOVED.fullmatch(path.name):
         return True
-    return is_temporary(path) and time.time() - path.stat().st_mtime > _ABANDONED_SECONDS
+    return is_temporary(path) and storage_time(path.parent) - path.stat().st_mtime > _ABANDONED_SECONDS
 
 
 def remove(directory: Path) -> None:
