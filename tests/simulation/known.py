@@ -71,6 +71,12 @@ KNOWN = {
         *[Fault(at=0.0, after="the ranks of attempt 2", kind="crash", host="gpu03")] * 3,
         attempts=2, configuration={"grace_seconds": 20.0},
     ),
+    # That job also trained once more if the other one had completed the script.
+    "a job that was replaced starts again when the script is complete": _plan(
+        Fault(at=5.0, after=_TRAINS, kind="preempt"), Fault(at=0.05, after="job 2 is submitted", kind="kill-script"),
+        Fault(at=0.0, after="job 2 is submitted", kind="kill-agent", host="gpu01"),
+        configuration={"requeue_delay": 120.0, "grace_seconds": 20.0},
+    ),
     # Slurm refused to change the pending job, which started before it was replaced; its attempt counted as cancelled.
     "the supervisor replaces a job that starts at this moment": _plan(
         _kill_host(15.5, _TRAINS, "gpu03"), Fault(at=20.0, after=_TRAINS, kind="refuse-update"),

@@ -547,6 +547,10 @@ class Schedule:
             self._violate(f"number of attempts: {len(history.attempts)} instead of {plan.attempts}")
         if plan.interruptions not in {None, interruptions}:
             self._violate(f"number of interruptions: {interruptions} instead of {plan.interruptions}")
+        done = next((end.attempt for end in history.of(AttemptEnded) if end.cause == "completed"), None)
+        later = next((one.attempt for one in history.attempts if done and one.attempt > done), None)
+        if later and not self._had("resume"):
+            self._violate(f"attempt {later} follows attempt {done}, which has completed the run")
         if any(end.cause == "cancelled" for end in history.of(AttemptEnded)) and not self._had("cancel"):
             self._violate("an attempt counts as cancelled, and nobody has cancelled it")
 
