@@ -22,8 +22,9 @@ NOT_THERE = {"hpc/commands/runs/collect.py"}
 # Of other programs and of the flags' own spelling.
 OTHER_FLAGS = {
     *("help", "version", "json", "debug", "help-all", "watch", "quiet"),
-    *("nproc-per-node", "standalone", "nnodes", "rdzv-backend", "rdzv-endpoint"),  # torchrun
+    *("nproc-per-node", "standalone", "nnodes", "rdzv-backend", "rdzv-endpoint", "max-restarts"),  # torchrun
     *("no-kill", "requeue", "test-only", "signal", "gres", "overlap", "pty", "ntasks-per-node", "parsable", "format"),
+    *("dependency", "duplicates", "nv", "without-fixes"),  # Slurm, Apptainer, tests.simulation
     *("cuts", "small", "extra", "editable", "user", "system", "index-url", "yes"),
 }  # fmt: skip
 
@@ -105,9 +106,9 @@ def test_flags_and_commands_exist(page: str, known_flags: set[str]) -> None:
         for command in re.findall(r"(?:^|`|&& |; |\$ )hpc ([a-z]+)\b", line):
             assert command in commands, f"{page}: {line}"
         # Behind `--` stand the words of a user's script; of other programs' lines, nothing is known.
-        if re.search(r"\bhpc [a-z]+|^`?--|\| `--", line) and not re.search("sbatch|srun|squeue", line):
+        if re.search(r"\bhpc [a-z]+|^--|`--", line) and not re.search("sbatch|srun|squeue", line):
             ours = re.split(r" -- ", line)[0]
-            for flag in re.findall(r"(?<![\w-])--([a-z][a-z0-9-]*)", ours):
+            for flag in re.findall(r"(?<![\w-])--([a-z][a-z0-9-]*)(?![\w-])", ours):
                 assert flag.removeprefix("no-") in known_flags or flag in known_flags, f"{page}: --{flag} in {line}"
 
 
@@ -130,6 +131,8 @@ def test_environment_variables_are_those_of_the_code() -> None:
     code = "".join(path.read_text() for room in ("hpc", "jobs", "training") for path in (ROOT / room).rglob("*.py"))
     page = text_of("docs/reference/environment-variables.md")
     ours = r"\b(?:TORCHRELAY|SBATCH)_[A-Z_]+\b"
+    rows = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
+    assert len(rows) == len(set(rows)), "a variable has two rows"
     named = set(re.findall(ours, page))
     # Between our own processes, and for tests.
     internal = {"CALLED", "DEVICE", "FAULT", "PARENT", "PRELOAD", "PYTHONPATH", "RESTARTS", "SECRET"}
