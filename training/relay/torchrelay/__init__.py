@@ -60,5 +60,8 @@ def state(
             the newest snapshot. Snapshots are rarer if they would take more than 1 % of the time. 0 means no snapshots.
         keep: the number of checkpoints to keep.
         objects: the objects to save. Each has `state_dict` and `load_state_dict`, and the same name in every attempt.
+
+    Raises:
+        ValueError: an interval is negative or no number, or `keep` is less than 1.
     """
     return SavedState(objects, checkpoint_seconds, snapshot_seconds, keep)

@@ -8,7 +8,7 @@ from typing import ClassVar, Self
 from .loop_position import Batch, LoopPosition
 from .progress_files import progress_files
 from .rank_exchange import ranks
-from .saving.interval import SaveTimes
+from .saving.interval import SaveTimes, check_numbers
 from .saving.objects import Objects, Saveable, check_restorable
 from .saving.owner import Owner
 from .saving.restoring import Restorer
@@ -30,6 +30,8 @@ class SavedState:
     def __init__(
         self, objects: dict[str, Saveable], checkpoint_seconds: float, snapshot_seconds: float, keep: int
     ) -> None:
+        check_numbers("state", checkpoint_seconds=checkpoint_seconds, snapshot_seconds=snapshot_seconds)
+        check_numbers("state", least=1, is_whole=True, keep=keep)
         self.step = 0
         self._position = LoopPosition(objects)
         self._asked = 0, 0

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torchrelay
@@ -80,6 +81,22 @@ def test_report_leaves_out_what_is_no_number_and_says_so_once(tmp_path: Path) ->
     assert "report(note='text'): must be real number, not str; note is left out, and the training continues" in (
         done.stderr
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "rule"),
+    [
+        ("keep", (0, -1, True, 1.5, None), "a whole number, 1 or greater"),
+        ("checkpoint_seconds", (-1, float("nan"), True, "600", None), "a number, 0 or greater"),
+        ("snapshot_seconds", (-0.5, float("nan"), False, "1", None), "a number, 0 or greater"),
+    ],
+)
+def test_state_refuses_wrong_numbers(name: str, values: tuple[Any, ...], rule: str) -> None:
+    for value in values:
+        wrong: dict[str, Any] = {name: value}
+        with pytest.raises(ValueError, match=re.escape(f"state({name}={value!r}): {name} must be {rule}")):
+            torchrelay.state(**wrong)
+    torchrelay.state(keep=1, checkpoint_seconds=float("inf"), snapshot_seconds=0)
 
 
 REFUSED = """

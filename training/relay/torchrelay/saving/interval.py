@@ -3,10 +3,21 @@
 import math
 import time
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
 # Copies to the next node use the network, which the training needs, too, for at most this share of the time.
 _SENDING_SHARE = 0.1
+
+
+def check_numbers(call: str, *, least: int = 0, is_whole: bool = False, **values: Any) -> None:
+    """Check numbers that a script gives in a call, such as `state`. Raises ValueError."""
+    for name, value in values.items():
+        is_number = isinstance(value, Integral if is_whole else Real) and not isinstance(value, bool)
+        # No comparison with NaN is True.
+        if not (is_number and value >= least):
+            kind = "whole number" if is_whole else "number"
+            raise ValueError(f"{call}({name}={value!r}): {name} must be a {kind}, {least} or greater")
 
 
 @dataclass(kw_only=True)
