@@ -18,7 +18,7 @@ from typing import Any
 
 _MANIFEST = "manifest.json"
 _NAME, _REJECTED = re.compile(r"step-(\d{8,})"), "rejected-"
-# Suffixes of a directory that is being written or removed, and of one that is being replaced.
+# Suffixes of what is being written or removed, and of what is being replaced.
 _UNFINISHED, _REPLACED = "tmp", "old"
 # Errors of an fsync of a directory on file systems that do not support it.
 _UNSUPPORTED = {errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
@@ -52,26 +52,41 @@ def publish_directory(
         for file in temporary.iterdir():
             if mode is not None:
                 file.chmod(mode & 0o666)
-            fsync(file)
-        fsync(temporary)
-        if check:
-            check()
-        # A directory cannot be renamed onto one that has entries.
-        old = unpublished_name(path, _REPLACED) if path.exists() else None
-        if old:
-            path.rename(old)
-        temporary.rename(path)
-        fsync(path.parent)
-        if old:
-            shutil.rmtree(old, ignore_errors=True)
+        publish(temporary, path, check)
     except BaseException:
         if not reused:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
+def publish(temporary: Path, path: Path, check: Callable[[], None] | None = None) -> None:
+    """Flush a file or directory that has an `unpublished_name`, and rename it. The old one is deleted only after that.
+
+    If a kill prevents the second rename, `find_published` returns the old one, and `remove_unpublished` restores it. If
+    `check` raises, nothing is published.
+    """
+    for written in (*temporary.rglob("*"), temporary):
+        fsync(written)
+    if check:
+        check()
+    # In one rename, a file can replace a file. A directory can replace only an empty one.
+    old = unpublished_name(path, _REPLACED) if path.is_dir() or (path.exists() and temporary.is_dir()) else None
+    if old:
+        path.rename(old)
+    temporary.rename(path)
+    fsync(path.parent)
+    if old:
+        with suppress(OSError):
+            _remove(old)
+
+
+def find_published(path: Path) -> Path | None:
+    """Return the path of a published file or directory, or of the old one after a kill in `publish`; None if absent."""
+    return next((place for place in (path, *path.parent.glob(f".{path.name}.*.{_REPLACED}")) if place.exists()), None)
+
+
 def unpublished_name(path: Path, ending: str = _UNFINISHED) -> Path:
-    """Return a new name for a directory that is to be published at a path."""
+    """Return a new name for a file or directory that is to be published at a path."""
     return path.parent / f".{path.name}.{uuid.uuid4().hex}.{ending}"
 
 
@@ -104,18 +119,26 @@ def remove_published(path: Path) -> None:
 
 
 def remove_unpublished(parent: Path, pattern: str) -> None:
-    """Remove temporary directories of killed processes; restore a directory that was renamed but not replaced.
+    """Remove temporary files and directories of killed processes; restore what was renamed but not replaced.
 
     `pattern` matches the names that are published in `parent`, such as `step-*`. `parent` need not exist.
     """
     for old in sorted(parent.glob(f".{pattern}.*.{_REPLACED}")):
         path = parent / old.name[1:].rsplit(".", 2)[0]
         if path.exists():
-            shutil.rmtree(old)
+            _remove(old)
         else:
             old.rename(path)
     for unfinished in parent.glob(f".{pattern}.*.{_UNFINISHED}"):
-        shutil.rmtree(unfinished, ignore_errors=True)
+        with suppress(OSError):
+            _remove(unfinished)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 # --- saved states: `step-00001200/`, with a manifest ---

@@ -17,10 +17,12 @@ from typing import Any
 
 from lightning.pytorch.callbacks import Callback
 
+from .checkpoint_files import find_published, publish, remove_unpublished, unpublished_name
 from .compat import lightning_loader
 from .library_training import LibraryTraining, exit_after_save
 from .progress_files import progress_files
 from .rank_exchange import ranks
+from .saving.interval import check_numbers
 from .saving.values import deserialized, random_states, restore_random, serialized
 from .this_rank import THIS_RANK, check_no_later_attempt
 
@@ -30,6 +32,7 @@ class RelayCallback(Callback):  # type: ignore[misc]  # Lightning need not be in
 
     def __init__(self, *, checkpoint_seconds: float = 600.0) -> None:
         """Save every `checkpoint_seconds`: a crash costs the steps since then, a stop of the job none."""
+        check_numbers("RelayCallback", checkpoint_seconds=checkpoint_seconds)
         self._training = LibraryTraining(checkpoint_seconds)
         self._step = 0
         # Lightning does not save the states of random number generators. Each rank has its own.
@@ -42,7 +45,7 @@ class RelayCallback(Callback):  # type: ignore[misc]  # Lightning need not be in
     @property
     def checkpoint(self) -> Path | None:
         """The path of the run's checkpoint, for `ckpt_path`; None if the run has none yet."""
-        return self._file if self._file and self._file.exists() else None
+        return find_published(self._file) if self._file else None
 
     def on_load_checkpoint(self, trainer: Any, _module: Any, checkpoint: dict[str, Any]) -> None:
         """Tell the sampler its epoch: Lightning does so too late for an interrupted epoch, whose loader has begun."""
@@ -80,12 +83,19 @@ class RelayCallback(Callback):  # type: ignore[misc]  # Lightning need not be in
             lr = trainer.optimizers[0].param_groups[0]["lr"]
             progress_files.report(self._step, {"epoch": trainer.current_epoch, "lr": lr, **values})
         if self._training.saves_after(self._step) and self._file:
-            temporary = self._file.with_suffix(".tmp")
-            self._random = ranks.peers.all_gather_bytes(serialized(random_states()))
-            trainer.save_checkpoint(temporary)  # all ranks call it, rank 0 writes
-            self._random = []
-            if trainer.is_global_zero:
-                check_no_later_attempt()
-                temporary.replace(self._file)
+            self._save(trainer, self._file)
         if ranks.stopping:
             exit_after_save(self._step)
+
+    def _save(self, trainer: Any, path: Path) -> None:
+        """Save Lightning's checkpoint: a file, or a directory if all ranks write, as with ModelParallelStrategy."""
+        peers = ranks.peers
+        if peers.is_rank_zero:
+            remove_unpublished(path.parent, path.name)
+        temporary = path.with_name(peers.all_gather_json(unpublished_name(path).name)[0])
+        self._random = peers.all_gather_bytes(serialized(random_states()))
+        trainer.save_checkpoint(temporary)  # returns when all ranks have written
+        self._random = []
+        with peers.raise_together():
+            if peers.is_rank_zero:
+                publish(temporary, path, check_no_later_attempt)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ import pytest
 from torchrelay.checkpoint_files import (
     file_names,
     find_damage,
+    find_published,
     list_checkpoints,
     publish_directory,
     reject,
     remove_unpublished,
     save_checkpoint,
     step_of,
+    unpublished_name,
 )
 
 FILES = {"state.safetensors": b"x" * 5000, "state.json": b'{"step": 1}'}
@@ -167,3 +170,65 @@ def test_leftovers_of_killed_writers_are_removed_and_what_they_moved_aside_is_re
     remove_unpublished(tmp_path, "best")
     assert names(tmp_path) == ["best", "step-00000010"]
     assert names(tmp_path / "best") == ["new.txt"]
+
+
+KILLED_WHILE_IT_PUBLISHES = """
+import os, shutil, signal, sys
+from pathlib import Path
+from torchrelay.checkpoint_files import publish
+
+temporary, path, moment = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+
+def or_die(act):
+    def act_or_die(*args, **others):
+        global moment
+        if moment == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        moment -= 1
+        return act(*args, **others)
+    return act_or_die
+
+os.rename, os.unlink, os.rmdir = map(or_die, (os.rename, os.unlink, os.rmdir))
+publish(temporary, path)
+"""
+
+
+def make(path: Path, kind: str, text: str) -> None:
+    if kind == "file":
+        path.write_text(text)
+    else:
+        (path / "inner").mkdir(parents=True)
+        for name in ("a", "inner/b"):
+            (path / name).write_text(text)
+
+
+def text_of(path: Path) -> str:
+    """The text that a file or the two files of a directory have in common."""
+    texts = [path.read_text()] if path.is_file() else [(path / name).read_text() for name in ("a", "inner/b")]
+    assert len({*texts}) == 1
+    return texts[0]
+
+
+@pytest.mark.parametrize("new", ["file", "directory"])
+@pytest.mark.parametrize("old", ["file", "directory"])
+def test_a_kill_while_a_file_or_directory_is_replaced_leaves_the_old_or_the_new_one(
+    tmp_path: Path, old: str, new: str
+) -> None:
+    for moment in count():
+        directory = tmp_path / str(moment)
+        directory.mkdir()
+        path = directory / "lightning.ckpt"
+        make(path, old, "old")
+        make(temporary := unpublished_name(path), new, "new")
+        words = [sys.executable, "-c", KILLED_WHILE_IT_PUBLISHES, temporary, path, str(moment)]
+        done = subprocess.run(words, check=False)
+        assert done.returncode in {0, -signal.SIGKILL}
+        whole = find_published(path)
+        assert whole
+        text = text_of(whole)
+        assert text in ({"old", "new"} if done.returncode else {"new"})
+        remove_unpublished(directory, path.name)
+        assert (names(directory), text_of(path)) == ([path.name], text)
+        if done.returncode == 0:
+            break
+    assert find_published(tmp_path / "absent") is None
