@@ -7,6 +7,7 @@ callback: only its user knows from which file a training continues.
 import os
 import signal
 import sys
+import threading
 from types import ModuleType
 from typing import Any
 
@@ -27,34 +28,46 @@ def attach_callbacks() -> None:
 
 def _attach(trainer: ModuleType) -> None:
     """Make every Trainer call our callback, too. `trainer` is the module that defines the class."""
-    if not {"DEFAULT_CALLBACKS", "TrainerCallback"} <= vars(trainer).keys():
+    handler = getattr(trainer, "CallbackHandler", None)
+    begin = getattr(handler, "on_train_begin", None)
+    if handler is None or begin is None:
         return  # another version, whose scripts run as they are
 
-    class Attached(trainer.TrainerCallback):  # type: ignore[misc, name-defined]
-        """Is torchrelay's callback if the script saves checkpoints and handles no signal itself."""
-
-        relay: Any = None
-
-        def on_train_begin(self, arguments: Any, state: Any, control: Any, **others: Any) -> None:
-            """Import torchrelay only now: its import handles the signals."""
-            distributed = sys.modules["torch"].distributed  # the Trainer has imported torch
-            is_connected = arguments.world_size == 1 or distributed.is_initialized()
-            is_handled = signal.getsignal(signal.SIGTERM) not in {signal.SIG_IGN, signal.SIG_DFL}
-            if arguments.save_strategy == "no" or is_handled or not is_connected:
-                return
+    def begin_with_callback(self: Any, arguments: Any, state: Any, control: Any, **others: Any) -> Any:
+        """Attach the callback after the script's own ones have begun: they may handle signals."""
+        control = begin(self, arguments, state, control, **others)
+        if _saves(arguments) and not _is_attached(self.callbacks) and _may_handle_signals():
+            # Torchrelay is imported only now: its import handles the signals.
             from torchrelay.transformers import RelayTrainerCallback  # noqa: PLC0415
 
-            self.relay = RelayTrainerCallback()
+            callback = RelayTrainerCallback()
+            self.add_callback(callback)
             print(_SAYS, file=sys.stderr, flush=True)
-            self.relay.on_train_begin(arguments, state, control, **others)
+            callback.on_train_begin(arguments, state, control)
+        return control
 
-    def passing_on(name: str) -> Any:
-        def pass_on(self: Attached, *words: Any, **others: Any) -> None:
-            if self.relay:
-                getattr(self.relay, name)(*words, **others)
+    handler.on_train_begin = begin_with_callback
 
-        return pass_on
 
-    for name in ("on_step_end", "on_save", "on_log"):
-        setattr(Attached, name, passing_on(name))
-    trainer.DEFAULT_CALLBACKS.append(Attached)
+def _saves(arguments: Any) -> bool:
+    """Return whether the Trainer saves checkpoints, and can agree with the other ranks on when."""
+    distributed = sys.modules["torch"].distributed  # the Trainer has imported torch
+    return bool(arguments.save_strategy != "no" and (arguments.world_size == 1 or distributed.is_initialized()))
+
+
+def _is_attached(callbacks: list[Any]) -> bool:
+    """Return whether our callback is there: the script's, maybe of a copied library, or ours of an earlier `train`."""
+    classes = (base for callback in callbacks for base in type(callback).__mro__)
+    return any(base.__name__ == "RelayTrainerCallback" for base in classes)
+
+
+def _may_handle_signals() -> bool:
+    """Return whether this thread can handle SIGTERM, and the script does not. Torchrelay's handler only records it."""
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    saved = sys.modules.get("torchrelay.saved_state")
+    if saved and saved.SavedState.active:
+        return False  # the script asks should_stop(), which also agrees on the saves of the state
+    relay = sys.modules.get("torchrelay.stop_signals")
+    is_ours = relay is not None and relay.signals.is_installed()
+    return is_ours or signal.getsignal(signal.SIGTERM) in {signal.SIG_IGN, signal.SIG_DFL}

@@ -30,6 +30,10 @@ class StopSignals:
         for number in STOP_SIGNALS.union({signal.Signals[os.environ.get("TORCHRELAY_STOP_SIGNAL", "SIGTERM")]}):
             signal.signal(number, self._record)
 
+    def is_installed(self) -> bool:
+        """Return whether SIGTERM is recorded: neither the script nor a library has another handler for it."""
+        return signal.getsignal(signal.SIGTERM) == self._record
+
     def _record(self, number: int, _frame: FrameType | None) -> None:
         self._received.append((number, time.monotonic()))
 

@@ -45,12 +45,12 @@ class RelayTrainerCallback(TrainerCallback):  # type: ignore[misc]  # Transforme
             exit_after_save(state.global_step)
 
     def on_log(self, arguments: Any, state: Any, _control: Any, logs: dict[str, Any], **_: Any) -> None:
-        """Report the numbers of the training. The Trainer also logs those of evaluations, and a summary."""
+        """Report what the training logs. The Trainer also logs the numbers of evaluations, and a summary."""
         if "loss" not in logs:
             return
         (step, at), self._logged = self._logged, (state.global_step, time.monotonic())
         samples = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
         seconds = self._logged[1] - at
         pace = {"samples_per_second": samples * (state.global_step - step) / seconds} if seconds else {}
-        values = {"lr" if name == "learning_rate" else name: float(value) for name, value in logs.items()}
+        values = {"lr" if name == "learning_rate" else name: value for name, value in logs.items()}
         progress_files.report(state.global_step, {**values, **pace})
