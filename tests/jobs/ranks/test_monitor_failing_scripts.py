@@ -53,12 +53,12 @@ WAYS = {
     "loader worker": lambda: next(iter(torch.utils.data.DataLoader(Data(), num_workers=1))),
     "memory": lambda: fail(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\\nSee the docs")),
     "disk": lambda: torch.save(torch.ones(10**6), open("/dev/full", "wb")),
-    "device": lambda: fail(RuntimeError(ECC)),
     "exit": lambda: sys.exit(3),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "segmentation fault": lambda: ctypes.string_at(0),
     "interrupt": lambda: os.kill(os.getpid(), signal.SIGINT),
     "peer": loses_its_peer,
+    "device": lambda: fail(RuntimeError(ECC)),  # the last: what fails in the round of a bad node is no other failure
 }
 restarts = int(os.environ["TORCHRELAY_RESTARTS"])
 if restarts == len(WAYS):
@@ -80,12 +80,12 @@ EXPECTED = [
     (1, 1, "crashed", "ValueError: sample has no label (with *Caught ValueError in DataLoader worker process 0.)"),
     (1, 1, "out_of_memory", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB."),
     (1, 1, "no_space", "RuntimeError: *unexpected pos* (with OSError: *No space left on device)"),
-    (1, 1, "bad_node", "RuntimeError: CUDA error: uncorrectable ECC error encountered"),
     (1, 3, "crashed", "way: exit"),
     (1, -9, "crashed", ""),
     (1, -11, "crashed", "Fatal Python error: Segmentation fault"),
     (1, 1, "crashed", "KeyboardInterrupt"),
     (0, 1, "crashed", "RuntimeError: *Connection * by peer*"),
+    (1, 1, "bad_node", "RuntimeError: CUDA error: uncorrectable ECC error encountered"),
 ]
 
 
