@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hpc.base.errors import UserError
@@ -20,6 +20,16 @@ _LEFT_OUT = {
 _GPU_OPTIONS = ("gres", "gpus-per-node", "gpus-per-task", "gpus")
 COUNTS = {"nodes", "ntasks", "ntasks-per-node", "ntasks-per-gpu", "cpus-per-task", *_GPU_OPTIONS}
 """The options from which the number of ranks and their share of a node follow."""
+# The options whose words Slurm puts into a variable of the same name.
+_TOLD = (
+    "gpus", "gpus-per-node", "gpus-per-task", "cpus-per-gpu", "cpus-per-task", "ntasks-per-node", "ntasks-per-gpu",
+)  # fmt: skip
+# One of Slurm's variables in a line of Bash, alone, in an expansion or in a sum, or what is quoted.
+_VARIABLE = re.compile(
+    r"'[^']*'|\\.|\"|\$(?:(SLURM_\w+)|\{(SLURM_\w+)(?::?[-=]([^}]*))?\}"
+    r"|\{(?P<expanded>SLURM_\w+)[^}]*\}|\(\((?P<sum>([^()]|\([^()]*\))*)\)\))"
+)
+_NAME_IN_SUM = re.compile(r"(?<![\w{$])SLURM_\w+")
 _OURS = {
     **{name: name for name in ("account", "constraint", "cpus-per-gpu", "exclude", "mem", "partition", "qos", "time")},
     "time-min": "time-min", "job-name": "name",
@@ -134,17 +144,51 @@ def layout_of(options: Mapping[str, Option], typed_nodes: str | None = None) -> 
 
 
 def variables(options: Mapping[str, Option], layout: Layout) -> dict[str, str]:
-    """Return the variables that Slurm sets for a job. Most are empty if no option asks for what they say."""
+    """Return the variables that Slurm sets for a job, and that have other values in the job of a run.
+
+    Most are empty if no option asks for what they say.
+    """
     nodes = int(layout.nodes) if layout.nodes.isdigit() else None
     tasks = nodes * layout.tasks if nodes and options.keys() & {"ntasks", "ntasks-per-node"} else None
     values = {
         "SLURM_NNODES": nodes, "SLURM_JOB_NUM_NODES": nodes, "SLURM_NTASKS": tasks, "SLURM_NPROCS": tasks,
-        "SLURM_NTASKS_PER_NODE": layout.tasks if "ntasks-per-node" in options else None,
-        "SLURM_CPUS_PER_TASK": layout.cpus_per_task, "SLURM_GPUS_ON_NODE": layout.gpus,
-        "SLURM_GPUS_PER_NODE": layout.gpus if "gpus-per-node" in options else None,
-        "SLURM_JOB_NAME": options["job-name"].value if "job-name" in options else None,
+        "SLURM_GPUS_ON_NODE": layout.gpus,
+        **{f"SLURM_{name.replace('-', '_').upper()}": options[name].value if name in options else None
+           for name in _TOLD},
     }  # fmt: skip
+    if tasks:
+        values["SLURM_TASKS_PER_NODE"] = f"{layout.tasks}(x{nodes})" if nodes != 1 else layout.tasks
+    if "job-name" in options:
+        values["SLURM_JOB_NAME"] = options["job-name"].value
     return {name: "" if value is None else str(value) for name, value in values.items()}
+
+
+def with_values(text: str, values: Mapping[str, str], expanded: Callable[[str], str]) -> str:
+    """Return a line of Bash with the values of variables in place of their names.
+
+    `expanded` returns the value of an expansion that changes it: ${NAME%%(*}.
+    """
+    is_quoted = False
+
+    def value(match: re.Match[str]) -> str:
+        nonlocal is_quoted
+        is_quoted ^= match[0] == '"'
+        if is_quoted and match[0][0] == "'":  # an apostrophe
+            return "'" + _VARIABLE.sub(value, match[0][1:])
+        if match["sum"]:
+            terms = _VARIABLE.sub(value, match["sum"])
+            return f"$(({_NAME_IN_SUM.sub(lambda name: values.get(name[0], name[0]) or '0', terms)}))"
+        if match["expanded"] in values:
+            found = expanded(match[0])
+        elif (name := match[1] or match[2]) not in values:
+            return match[0]
+        else:
+            found = values[name]
+        if not found:
+            return match[3] or ""
+        return found if is_quoted else shlex.quote(found)
+
+    return _VARIABLE.sub(value, text)
 
 
 def _share(total: Option, count: int, nodes: str) -> int:

@@ -17,7 +17,9 @@ _PYTHON = re.compile(r"python[\d.]*")
 _PROGRAM = re.compile(
     r"(.*/)?(python[\d.]*|torchrun|accelerate|bash|sh|env|time|apptainer|singularity|hostname|nvidia-smi|date|echo)|.*\.(sh|py)"
 )
-_SRUN_REFUSED = re.compile(r"array|het-group|multi-prog|nodelist|-r|relative|container.*|export")
+_SRUN_REFUSED = re.compile(
+    r"array|het-group|multi-prog|nodelist|exclude|-r|relative|container.*|environment|(task-)?prolog|export"
+)
 _ACCELERATE_EXPORTS = {
     "mixed-precision": "ACCELERATE_MIXED_PRECISION", "num-cpu-threads-per-process": "OMP_NUM_THREADS",
     "gradient-accumulation-steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
@@ -98,8 +100,11 @@ def _without_container(launch: Launch, line: int) -> Launch:
         or {name for name, _ in options} - {"nv", "rocm", "bind", "extra-node-info"}
     ):
         raise UserError(f"hpc submit reads {launch.name} exec [--nv] [--bind DIR] IMAGE.sif python script.py alone")
-    binds = (("APPTAINER_BIND", value) for _, value in options if value)
-    return replace(launch, words=words[at:], container=words[at - 1], exports=(*launch.exports, *binds))
+    binds = ",".join(value for _, value in options if value)
+    # Apptainer reads both variables, and SingularityCE only its own.
+    names = ["APPTAINER_BIND", *(["SINGULARITY_BIND"] if launch.name == "singularity" else [])] if binds else []
+    exports = (*launch.exports, *((name, binds) for name in names))
+    return replace(launch, words=words[at:], container=words[at - 1], exports=exports)
 
 
 def read_program(launch: Launch, line: int) -> Launch:
@@ -124,7 +129,10 @@ def read_program(launch: Launch, line: int) -> Launch:
         return _launcher(launch, words[1:], line, is_accelerate=name == "accelerate")
     if _PYTHON.fullmatch(name):
         if not words[1:] or (words[1].startswith("-") and words[1] != "-m"):
-            raise UserError("a run starts a script or a module, and python without options: write python script.py")
+            raise UserError(
+                "a run starts a script or a module, and python without options: write python script.py; delete another "
+                "line, or type it as --setup if the first node needs it before the training"
+            )
         return replace(launch, script=words[1:])
     if name in {"bash", "sh"} or name.endswith(".sh"):
         raise UserError(f"{shlex.join(words[:2])} is a shell script: write its commands into this file")
@@ -138,6 +146,10 @@ def read_program(launch: Launch, line: int) -> Launch:
 def _check_step(launch: Launch) -> None:
     """Raise UserError if an option of srun asks for what no run has."""
     for option in launch.step or ():
+        if option.name == "chdir":
+            raise UserError(
+                f"srun {option}: leave it out, and write cd {shlex.quote(option.value)} in a line before it"
+            )
         if _SRUN_REFUSED.fullmatch(option.name) and str(option) != "--export=ALL":
             raise UserError(
                 f"srun {option}: a run has one program with the whole environment on all of its nodes, and an image by "

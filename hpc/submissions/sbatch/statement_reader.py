@@ -16,8 +16,9 @@ import tree_sitter_bash
 from tree_sitter import Language, Node, Parser
 
 from hpc.base.errors import UserError
-from hpc.submissions.sbatch.batch_options import COUNTS
+from hpc.submissions.sbatch.batch_options import COUNTS, with_values
 from hpc.submissions.sbatch.launch_line import Launch, read_launch, read_program
+from hpc.submissions.sbatch.printing_commands import SETS_DEFAULT, STRICT, only_prints, short, writes
 
 _BASH = Parser(Language(tree_sitter_bash.language()))
 _COMMANDS = {"command", "declaration_command", "unset_command", "variable_assignment", "variable_assignments"}
@@ -32,26 +33,23 @@ _ADVICE = {
     "SLURM_TMPDIR": "write {data}, the node's copy of --data", "SLURM_ARRAY_TASK_ID": "submit one run per setting",
 }  # fmt: skip
 _WRITE = "write its value, or have the script read what torchrun sets (MASTER_ADDR, RANK, WORLD_SIZE)"
+_EXPORTS_ALL = re.compile(r"set\s+(?!--).*?([-+])(?:\w*a\w*|\w*o\s+allexport)\b")
 # Commands that change the environment of the ranks, or limits that they inherit.
 _SETUP = re.compile(
-    r"(module|ml|source|\.|conda|mamba|micromamba|eval|unset|ulimit|umask|mkdir -p|mapfile|readarray|read)\s"
+    r"(module|ml|source|\.|conda|mamba|micromamba|eval|unset|ulimit|umask|mkdir -p|mapfile|readarray|read|shopt|"
+    rf"(?!{STRICT})set|:(?=.*{SETS_DEFAULT.pattern}))\s"
 )
-# Commands that only print something, or that have no meaning for a run.
-_PRINTS = re.compile(
-    r"(:|awk|cat|cut|date|df|du|echo|free|grep|head|hostname|ibstat|id|ip|ls|lscpu|nproc|nvcc|nvidia-smi|printenv|"
-    r"printf|ps|pwd|rocm-smi|sacct|scontrol|sed|seff|set|shopt|sleep|sort|squeue|sstat|tail|tr|true|type|uname|uniq|"
-    r"uptime|wait|wc|which|whoami)(\s|$)|python[\d.]* (-V|--version|-c .*print\()|env$|$"
-)
-_AFTER_PROGRAM = re.compile(r"(exit|deactivate|conda|module|ml)(\s|$)")
+# Those that also change how Bash expands the words of later lines.
+_CHANGES_WORDS = re.compile(r"unset|shopt|set|:")
+# Commands whose exit code says what holds here.
+_TESTS = re.compile(r"(grep|type|which)\s")
+_AFTER_PROGRAM = re.compile(r"(exit|deactivate|conda|module|ml|set)(\s|$)")
 # Variables that torchrun sets for the ranks, or that only its options use.
 _RENDEZVOUS = re.compile(r"MASTER_(ADDR|PORT)|(LOCAL_)?WORLD_SIZE|((NODE|LOCAL|GROUP)_)?RANK|.*RDZV.*")
 _PER_TASK = re.compile(r"\bSLURM_(PROCID|LOCALID|NODEID)\b")
-_WRITES = re.compile(r"(\d*|&)>(?!&|>?\s*/dev/(null|std(err|out))$)")
 # A line of --setup that depends on the directory in which it runs.
 _RELATIVE = re.compile(r"(source|\.)\s+[\"']?[^/~$\"'\s]|>|cd |mkdir")
-_VALUE = re.compile(r"'[^']*'|\\.|\$(?:(SLURM_\w+)|\{(SLURM_\w+)(?::-([^}]*))?\})")
 _IN_LOGS = "hpc logs prints the output"
-_SHOWN = 60  # characters of a line in a message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,12 +92,13 @@ def _flat(node: Node, first_line: int) -> list[Command]:
         return commands
     if node.type == "redirected_statement" and node.children[0].type not in _REDIRECTS:
         *commands, last = _flat(node.children[0], first_line)
-        redirects = tuple(map(_text_of, node.children[1:]))
-        return [*commands, replace(last, text=" ".join((last.text, *redirects)), redirects=redirects)]
-    is_simple = node.type in _COMMANDS
-    words = [child for child in node.children if child.type not in _REDIRECTS] if is_simple else []
-    words = [node] if node.type == "variable_assignment" else words
-    return [Command(line=first_line + node.start_point.row, text=_text_of(node), words=tuple(words))]
+        after = tuple(map(_text_of, node.children[1:]))
+        return [*commands, replace(last, text=" ".join((last.text, *after)), redirects=(*last.redirects, *after))]
+    parts = node.children if node.type in _COMMANDS else []
+    words = [node] if node.type == "variable_assignment" else [part for part in parts if part.type not in _REDIRECTS]
+    redirects = tuple(_text_of(part) for part in parts if part.type in _REDIRECTS)
+    line = first_line + node.start_point.row
+    return [Command(line=line, text=_text_of(node), words=tuple(words), redirects=redirects)]
 
 
 class BashWords:
@@ -205,7 +204,7 @@ class StatementReader:
         self.launch: Launch | None = None
         self.launch_line = 0
         self.directory = self._start = directory
-        self._exported, self._values = set(environment), values
+        self._exported, self._values, self._exports_all = set(environment), values, False
         self._words = BashWords(directory, environment, {name: value for name, value in values.items() if value})
 
     def read(self, lines: Iterable[Sequence[Command]]) -> None:
@@ -232,35 +231,50 @@ class StatementReader:
         text = " ".join([first.text, *(f"{command.operator} {command.text}" for command in others)])
         operators = {command.operator for command in others}
         if first.operator == "&":
-            raise UserError(f"{_short(text)} runs in the background: delete & and wait")
+            raise UserError(f"{short(text)} runs in the background: delete & and wait")
         if any("<<" in redirect for command in commands for redirect in command.redirects):
             raise UserError("a here-document (<<) is not understood: write its text into a file")
         if operators == {"||"} and all(command.text.startswith("exit") for command in others):
             self._read([first])  # each line of --setup must succeed
         elif self.launch is None and all(_SETUP.match(command.text) or command.text == "true" for command in commands):
-            for command in (command for command in commands if command.text.startswith("unset")):
-                self._words.assign(command, [])
+            for command in commands:
+                self._change_shell(command)
             self._add_setup(first.line, text)
         elif operators <= {"&&"}:
+            if any(_TESTS.match(command.text) for command in commands[:-1]):
+                raise UserError(f"{short(text)} is a condition: write what holds on the nodes")
             for command in commands:
                 self._command(command)
-        elif operators <= {"|", "|&"} and all(_prints(command) for command in commands):
+        elif operators <= {"|", "|&"}:
+            self._pipeline(commands, text)
+        else:
+            raise UserError(f"{short(text)}: hpc submit does not understand {' '.join(operators)} here: delete it")
+
+    def _change_shell(self, command: Command) -> None:
+        """Read a command that becomes --setup and may change how Bash expands words, or what it exports."""
+        if _CHANGES_WORDS.match(command.text):
+            self._words.assign(command, SETS_DEFAULT.findall(command.text))
+        if match := _EXPORTS_ALL.match(command.text):
+            self._exports_all = match[1] == "-"
+
+    def _pipeline(self, commands: Sequence[Command], text: str) -> None:
+        first, *others = commands
+        if all(map(_prints, commands)):
             self._note(first.line, text, "changes nothing for the ranks")
-        elif (
-            operators <= {"|", "|&"}
-            and all(command.text.startswith("tee ") for command in others)
-            and not _prints(first)
-        ):
+        elif all(command.text.startswith("tee ") for command in others):
+            before = self.launch
             self._command(first)
+            if self.launch is before:
+                raise writes(text)
             self._note(first.line, others[0].text, _IN_LOGS)
         else:
-            raise UserError(f"{_short(text)}: hpc submit does not understand {' '.join(operators)} here: delete it")
+            raise UserError(f"{short(text)}: hpc submit does not understand | here: delete it")
 
     def _command(self, command: Command) -> None:
         words, text = command.words, command.text
         if not words:
             raise UserError(
-                f"{_short(text)} is more than a plain command: write plain commands, and submit a run for each turn of "
+                f"{short(text)} is more than a plain command: write plain commands, and submit a run for each turn of "
                 "a loop"
             )
         if words[0].type in {"export", "readonly"} or all(word.type == "variable_assignment" for word in words):
@@ -273,7 +287,7 @@ class StatementReader:
             self._note(command.line, text, "comes after the program")
         elif self.launch is not None:
             raise UserError(
-                f"{_short(text)} comes after the program of line {self.launch_line}: do it after the run, or submit a "
+                f"{short(text)} comes after the program of line {self.launch_line}: do it after the run, or submit a "
                 "run for each program"
             )
         elif _text_of(words[0]) == "cd":
@@ -294,7 +308,7 @@ class StatementReader:
             else:
                 kept.append(word)
         self._words.assign(command, names)
-        self._exported |= set(names) if exports else set()
+        self._exported |= set(names) if exports or self._exports_all else set()
         if kept:
             alone = names[0] if len(names) == 1 and names[0] not in self._exported else None
             self._add_setup(command.line, "export " * exports + " ".join(kept), alone)
@@ -302,7 +316,7 @@ class StatementReader:
     def _launch(self, command: Command, launch: Launch) -> None:
         """Read a command that may start the training."""
         self._words.check(*launch.words[:1])
-        if _PRINTS.match(" ".join(launch.words)):
+        if only_prints(launch.words, command.text, command.redirects):
             self._note(command.line, command.text, "changes nothing for the ranks")
             return
         if (text := launch.shell_text) is None:
@@ -311,7 +325,7 @@ class StatementReader:
             self._words.check(text)
             self.read(statements(text, command.line))
             if self.launch is None:
-                raise UserError(f"{_short(command.text)} starts no training: write srun python train.py")
+                raise UserError(f"{short(command.text)} starts no training: write srun python train.py")
             step = (
                 None if self.launch.step is launch.step is None else (*(launch.step or ()), *(self.launch.step or ()))
             )
@@ -320,9 +334,7 @@ class StatementReader:
         exports = (value for _, value in self.launch.exports)
         self._words.check(*self.launch.script, *exports, *counts, self.launch.container or "")
         if any(redirect.startswith("<") for redirect in command.redirects):
-            raise UserError(
-                f"{_short(command.text)} reads its input from <: give the file as an argument of the script"
-            )
+            raise UserError(f"{short(command.text)} reads its input from <: give the file as an argument of the script")
         if command.redirects:
             self._note(command.line, " ".join(command.redirects), _IN_LOGS)
 
@@ -343,23 +355,17 @@ class StatementReader:
 
     def _add_setup(self, line: int, text: str, sets: str | None = None) -> None:
         """Add a line with the numbers of the batch script in place of Slurm's variables, which are those of our job."""
+        self.setup.append(SetupLine(line=line, text=with_values(text, self._values, self._expanded), sets=sets))
 
-        def value(match: re.Match[str]) -> str:
-            return self._values.get(match[1] or match[2], match[0]) or match[3] or ""
-
-        self.setup.append(SetupLine(line=line, text=_VALUE.sub(value, text), sets=sets))
+    def _expanded(self, word: str) -> str:
+        fields = self._words.expand(next(statements(word))[0].words)
+        self._words.check(*fields)
+        return " ".join(fields)
 
     def _note(self, line: int, text: str, reason: str) -> None:
-        self.notes.append((line, f"left out line {line}: {_short(text)}: {reason}"))
+        self.notes.append((line, f"left out line {line}: {short(text)}: {reason}"))
 
 
 def _prints(command: Command) -> bool:
-    """Return whether a command only prints something, and not into a file."""
-    plain = " ".join(map(_text_of, command.words)) if command.words else "("
-    return bool(_PRINTS.match(plain)) and not any(map(_WRITES.match, command.redirects))
-
-
-def _short(text: str) -> str:
-    """Return a line of the script, or its beginning, for a message."""
-    line = " ".join(text.split())
-    return f"`{line}`" if len(line) <= _SHOWN else f"`{line[: _SHOWN - 3]}...`"
+    """Return whether a command only prints something: see `only_prints`."""
+    return bool(command.words) and only_prints(list(map(_text_of, command.words)), command.text, command.redirects)

@@ -149,8 +149,12 @@ def translate(
     launch, line = reader.launch, reader.launch_line
     if launch is None:
         raise UserError("no line starts a training: write srun python train.py, or torchrun train.py")
-    exports = (SetupLine(line=line, text=f"export {name}={shlex.quote(value)}") for name, value in launch.exports)
-    setup = (*reader.used_setup(), *exports)
+    setup = tuple(reader.used_setup())
+    for name, value in launch.exports:
+        text = f"export {name}={shlex.quote(value)}"
+        if name.endswith("_BIND") and (name in environment or any(name in line.text for line in setup)):
+            text += f'"${{{name}:+,${name}}}"'  # --bind adds to the variable
+        setup = (*setup, SetupLine(line=line, text=text))
     flags = {
         **_resources(options, batch, launch, line, typed, notes), **flags,
         "container": [launch.container] if launch.container else [], "setup": [line.text for line in setup],

@@ -100,12 +100,14 @@ ONE_GPU = "#SBATCH --gpus-per-node=1"
         ([ONE_GPU, "python train.py || python train.py --resume"], "does not understand || here"),
         ([ONE_GPU, "python train.py < list"], "reads its input from <"),
         ([ONE_GPU, "python a.py", "python b.py"], "line 4: `python b.py` comes after the program of line 3"),
+        ([ONE_GPU, "grep -q a100 a && X=64", "python train.py"], "line 3: `grep -q a100 a && X=64` is a condition"),
         ([ONE_GPU, "trap 'scontrol requeue $SLURM_JOB_ID' USR1", "python train.py"], "does not know what trap "),
         ([ONE_GPU, "cd /nonexistent", "python train.py"], "line 3: cd /nonexistent: there is no such directory here"),
         # Programs that a run does not start.
         ([ONE_GPU, "bash train.sh"], "line 3: bash train.sh is a shell script"),
         ([ONE_GPU, "srun --container-image=nvcr.io/x python train.py"], "line 3: srun --container-image"),
         ([ONE_GPU, "srun -w gpu01 python train.py"], "line 3: srun --nodelist=gpu01: a run has one program"),
+        ([ONE_GPU, "srun -D project python train.py"], "line 3: srun --chdir=project: leave it out, and write cd proj"),
         ([ONE_GPU, "accelerate launch --config_file a.yaml train.py"], "line 3: --config-file: torchrun starts"),
         ([ONE_GPU, "python -m torch.distributed.launch train.py"], "line 3: torch.distributed.launch passes"),
         ([ONE_GPU, "srun bash -c 'export X=$SLURM_PROCID; python train.py'"], "differs in each task"),
@@ -125,6 +127,65 @@ def test_what_is_not_understood_is_refused_with_its_line(here: Path, lines: list
 
 
 @pytest.mark.parametrize(
+    "line",
+    [
+        "sed 's/lr: .*/lr: 0.1/' base.yaml > run.yaml", "echo 'lr: 0.1' >> run.yaml", "echo a >& run.yaml",
+        "> run.yaml echo a", "cat a | sed s/a/b/ > run.yaml", "srun hostname > hosts", "srun hostname | tee hosts",
+        "scontrol show hostnames $SLURM_JOB_NODELIST > hosts", "env > env.txt", "srun bash -c 'echo a > b'",
+        "sed -i s/a/b/ run.yaml", "srun sed -E -i.bak s/a/b/ run.yaml", "sort -uo a b", "sort a --output=b",
+        "awk '{ print > \"b\" }' a", "uniq a b", "printf -v PORT %d 1", "echo ${PORT:=1}",
+    ],
+)  # fmt: skip
+def test_command_that_prints_into_a_file_or_a_variable_is_refused(here: Path, line: str) -> None:
+    text = refused(here, ONE_GPU, line, "python train.py")
+    assert text.startswith("line 3: ")
+    assert "writes a file or sets a variable: type the line as --setup" in text
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "python -c 'import prep; prep.main(); print(1)'", "python -c 'import prep; print(prep.main())'",
+        "python -c 'import prep; print(1)'", "python -c 'print(open(\"a\", \"w\").write(\"b\"))'",
+        "nvcc -o kernel kernel.cu", "scontrol update job=$X timelimit=1", "srun python -c 'import prep'",
+    ],
+)  # fmt: skip
+def test_command_that_may_do_more_than_print_is_refused(here: Path, line: str) -> None:
+    assert "another line, or type it as --setup" in refused(here, ONE_GPU, "X=1", line, "python train.py")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "echo start", "echo start >&2", "nvidia-smi 2>/dev/null", "nvidia-smi &> /dev/null", "nvidia-smi | head -n 9",
+        'scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1', "set -euxo pipefail", "set +x 2>/dev/null",
+        'python -c "import torch; print(torch.__version__, torch.cuda.is_available())"', "nvcc --version",
+        "srun python3 -c 'import sys, torch; print(sys.version); print(torch.cuda.get_device_name(0))'",
+        "sed -n 1,3p run.yaml", "sort -k 2 a", "awk '{ print $1 }' a", "printf '%s\n' -v",
+    ],
+)  # fmt: skip
+def test_command_that_only_prints_is_left_out(here: Path, line: str) -> None:
+    found = translated(job(ONE_GPU, line, "python train.py"), here)
+    assert setup_of(found) == []
+    assert "changes nothing for the ranks" in found.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("lines", "setup"),
+    [
+        (["set -a; source .env; set +a"], ["set -a", "source .env", "set +a"]),
+        (["set -a && . ./.env && set +a"], ["set -a && . ./.env && set +a"]),
+        (["set -o allexport", "LR=1", "set +o allexport", "X=1"], ["set -o allexport", "LR=1", "set +o allexport"]),
+        (["set -eua", "LR=1"], ["set -eua", "LR=1"]),
+        ([": ${LR:=1}", "export LR"], [": ${LR:=1}", "export LR"]),
+        (["shopt -s nullglob"], ["shopt -s nullglob"]),
+    ],
+)  # fmt: skip
+def test_lines_that_change_the_shell_become_setup(here: Path, lines: list[str], setup: list[str]) -> None:
+    assert setup_of(translated(job(ONE_GPU, *lines, "python train.py"), here)) == setup
+
+
+@pytest.mark.parametrize(
     ("lines", "expected"),
     [
         (["A=1", "B=${A}2", "python train.py --a $A --b=$B '$A' \"x $B\""], ["--a", "1", "--b=12", "$A", "x 12"]),
@@ -132,6 +193,8 @@ def test_what_is_not_understood_is_refused_with_its_line(here: Path, lines: list
         (["python train.py \\", "  --a=1 \\", "  --b"], ["--a=1", "--b"]),
         (['python train.py --in $SCRATCH/a --x ${NO:-7} "$@"'], ["--in", "{here}/a", "--x", "7"]),
         (["python train.py a#b # c"], ["a#b"]),
+        (["set -- --a 1", 'python train.py "$@"'], ["--a", "1"]),
+        ([": ${LR:=1}", "shopt -s nullglob", "python train.py $LR none*"], ["1"]),
         (["N=$((2 * 3 + 1))", "python train.py $N"], ["7"]),
         (["A=(--x '1 2')", "A+=(y)", 'python train.py "${A[@]}" ${A[2]%y}z'], ["--x", "1 2", "y", "z"]),
         (["python train.py pro* {a,b} $'a\\tb'"], ["project", "a", "b", "a\tb"]),
@@ -166,6 +229,49 @@ def test_setup_has_the_numbers_of_the_batch_script_and_not_those_of_our_job(here
     lines = ("export A=$SLURM_CPUS_PER_TASK B=${SLURM_NTASKS:-1} C='$SLURM_NTASKS' D=$SLURM_JOB_ID", "srun python t.py")
     found = translated(job(options, *lines), here)
     assert setup_of(found) == ["export A=8 B=8 C='$SLURM_NTASKS' D=$SLURM_JOB_ID"]
+
+
+@pytest.mark.parametrize(
+    ("options", "value", "expected"),
+    [
+        ("-N1 --gpus=8", "$SLURM_GPUS", "8"),
+        ("-N2 --gpus=a100:16", "${SLURM_GPUS##*:}", "16"),
+        ("-N1 --gpus-per-node=8", "a${SLURM_GPUS:-}b", "ab"),
+        ("-N1 --gpus-per-node=a100:8", "$SLURM_GPUS_PER_NODE", "a100:8"),
+        ("-N1 --gpus-per-task=1", "$SLURM_GPUS_PER_TASK", "1"),
+        ("-N1 --gpus-per-node=8 --cpus-per-gpu=4", "${SLURM_CPUS_PER_GPU-1}", "4"),
+        ("-N1 --gpus-per-node=8 --ntasks-per-gpu=1", "$SLURM_NTASKS_PER_GPU", "1"),
+        ("-N1 --gres=gpu:8", "$((SLURM_NTASKS * ${SLURM_GPUS_ON_NODE} + (SLURM_GPUS)))", "$((8 * 8 + (0)))"),
+        ("-N2 --gres=gpu:8", "$SLURM_TASKS_PER_NODE", "'8(x2)'"),
+        ("-N2 --gres=gpu:8", '"it\'s ${SLURM_TASKS_PER_NODE%(*} $SLURM_TASKS_PER_NODE"', '"it\'s 8 8(x2)"'),
+        ("-N1 --gres=gpu:8 -J 'my job'", "$SLURM_JOB_NAME", "'my job'"),
+        ("-N1 --gres=gpu:8", "$SLURM_JOB_NAME", "$SLURM_JOB_NAME"),  # that of our job
+    ],
+)  # fmt: skip
+def test_setup_has_the_variables_that_an_option_sets(here: Path, options: str, value: str, expected: str) -> None:
+    found = translated(job(f"#SBATCH {options} --ntasks-per-node=8", f"export A={value}", "srun python t.py"), here)
+    assert setup_of(found) == [f"export A={expected}"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (["apptainer exec -B /a -B /b,/c i.sif python t.py"], ["export APPTAINER_BIND=/a,/b,/c"]),
+        (
+            ["srun singularity exec --bind=/a --nv --bind /b i.sif python t.py"],
+            ["export APPTAINER_BIND=/a,/b", "export SINGULARITY_BIND=/a,/b"],
+        ),
+        (
+            ["export APPTAINER_BIND=/a", "apptainer exec -B /b i.sif python t.py"],
+            ["export APPTAINER_BIND=/a", 'export APPTAINER_BIND=/b"${APPTAINER_BIND:+,$APPTAINER_BIND}"'],
+        ),
+        (["apptainer exec --nv i.sif python t.py"], []),
+    ],
+)
+def test_container_has_all_directories_that_the_command_binds(
+    here: Path, lines: list[str], expected: list[str]
+) -> None:
+    assert setup_of(translated(job(ONE_GPU, *lines), here)) == expected
 
 
 def test_lines_after_a_change_of_the_directory_run_there(here: Path) -> None:
