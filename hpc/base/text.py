@@ -1,4 +1,4 @@
-"""Makes text safe for terminals and spreadsheets, and suggests similar words. Pure; runs everywhere."""
+"""Makes text safe for terminals, spreadsheets and other people, and suggests similar words. Pure; runs everywhere."""
 
 import difflib
 import os
@@ -11,11 +11,46 @@ _NAMES_SHOWN = 4
 _CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 # A spreadsheet takes text that begins with one of these for a formula.
 _FORMULA, _ESCAPED = re.compile(r"'*[=+\-@\t\r]"), re.compile(r"'+[=+\-@\t\r]")
+# A secret is known by its name: HF_TOKEN, --api-key, wandb.password, but not TOKENIZERS_PARALLELISM.
+_SENSITIVE = r"[\w.-]*(?<![a-z])(?:(?:api)?key|token|secret|passw(?:or)?d)(?![a-z])[\w.-]*"
+_HIDDEN = "***"
+# What only names the place of a secret: $NAME, ${NAME} or $(COMMAND), perhaps in quotes.
+_REFERENCE = r"(\"?)(?:\$(?:\w+|\{\w+\}|\([^()]*\))|`[^`]*`)\2(?=[\s;&|]|$)"
+_SECRET_IN_LINE = re.compile(
+    rf"((?<![\w$.-]){_SENSITIVE}\+?=|--{_SENSITIVE}[\s=]+(?!-))(?!{_REFERENCE})"
+    r"(?:\"(?:\\.|[^\"\\])*\"|'[^']*'|\\.|[^\s;&|\"'\\])+",
+    re.IGNORECASE | re.DOTALL,
+)
+_SECRET_DEFAULT = re.compile(rf"(\$\{{{_SENSITIVE}:?[-=])[^}}]*", re.IGNORECASE)  # ${NAME:=VALUE}
+_SECRET_IN_ADDRESS = re.compile(r"(://[^\s/:@]*:)[^\s/@]+(?=@)")
+_SECRET_IN_WORD = re.compile(rf"(-*{_SENSITIVE}=)(.+)", re.IGNORECASE | re.DOTALL)
+_SECRET_FLAG = re.compile(rf"--?{_SENSITIVE}", re.IGNORECASE)
+# A number, such as the one of --key-dim 64.
+_NO_SECRET = re.compile(r"[\d.e-]{1,5}")
 
 
 def visible(text: str) -> str:
     r"""Replace control characters by visible escapes such as `\x1b`, so that no terminal obeys them. Tabs stay."""
     return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
+def without_secrets(line: str) -> str:
+    """Replace the values of keys, tokens, secrets and passwords that a line of Bash sets by ***."""
+    for pattern in (_SECRET_IN_LINE, _SECRET_DEFAULT, _SECRET_IN_ADDRESS):
+        line = pattern.sub(rf"\1{_HIDDEN}", line)
+    return line
+
+
+def words_without_secrets(words: Sequence[str]) -> tuple[str, ...]:
+    """Replace the values of keys, tokens, secrets and passwords on a command line by ***."""
+    shown = list[str]()
+    for word, before in zip(words, ["", *words], strict=False):
+        name, value = match.groups() if (match := _SECRET_IN_WORD.fullmatch(word)) else ("", word)
+        if name or (_SECRET_FLAG.fullmatch(before) and not word.startswith("-")):
+            shown.append(word if _NO_SECRET.fullmatch(value) else f"{name}{_HIDDEN}")
+        else:
+            shown.append(without_secrets(word))
+    return tuple(shown)
 
 
 def file_name(name: str | bytes) -> str:

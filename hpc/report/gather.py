@@ -2,7 +2,7 @@
 
 import csv
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ from msgspec.structs import asdict
 from hpc.base.errors import UserError
 from hpc.base.files import json_lines, number_in
 from hpc.base.program import plain
-from hpc.base.text import csv_cell, csv_text
+from hpc.base.text import csv_cell, csv_text, without_secrets, words_without_secrets
 from hpc.programs.program_kinds import EvaluationTask, settings_of
 from hpc.run.events.history import History
 from hpc.run.events.interruptions import PARTS
@@ -49,6 +49,7 @@ class RunRecord:
     run: RunDir
     summary: Summary
     spec: RunSpec | None
+    """Without secrets, because people share reports."""
     settings: Mapping[str, Any]
     """The run's flags by name, and the command line of a script; empty if they cannot be read."""
     metrics: Mapping[str, pd.DataFrame]
@@ -99,7 +100,7 @@ def gather(run: RunDir, summary: Summary) -> RunRecord:
     """Return the data of a run. A missing or damaged file adds a note, and raises no error."""
     notes = list[str]()
     # The note about a damaged spec is dropped, because the summary reports the damage, too.
-    spec = _try([], run.spec, lambda path: RunSpec.load(RunDir(path.parent)))
+    spec = _try([], run.spec, lambda path: _shareable(RunSpec.load(RunDir(path.parent))))
     files = {path.stem: path for path in (run.train_metrics, run.eval_metrics)}
     files |= {path.stem: path for path in sorted(run.train_metrics.parent.glob("*.jsonl"))}
     metrics = {name: _metrics(notes, path) for name, path in files.items()}
@@ -142,6 +143,13 @@ def _try(notes: list[str], path: Path, read: Callable[[Path], _Read]) -> _Read |
     except (OSError, ValueError, LookupError, TypeError, ArithmeticError, UserError) as error:
         notes.append(f"{path.parent.name}/{path.name} cannot be read: {' '.join(str(error).split())}.")
         return None
+
+
+def _shareable(spec: RunSpec) -> RunSpec:
+    """Return a spec without the secrets in --setup and among the arguments of a script."""
+    resources = replace(spec.resources, setup=tuple(map(without_secrets, spec.resources.setup)))
+    program = replace(spec.program, argv=words_without_secrets(spec.script)) if spec.script else spec.program
+    return replace(spec, resources=resources, program=program)
 
 
 def _settings(notes: list[str], spec: RunSpec) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from hpc.base import program
 from hpc.base.errors import TorchrelayError
 from hpc.base.files import read_json_lines
+from hpc.base.text import words_without_secrets
 from hpc.run.events.history import Outcome
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec, Service
@@ -124,7 +125,7 @@ def settings_of(run: RunDir, spec: RunSpec) -> dict[str, Any]:
     from hpc.programs.program_kinds import program_of_run  # noqa: PLC0415 - `hpc status` needs no program
 
     settings = program.values_of(program_of_run(spec)) | {
-        "script": shlex.join(spec.script) or None, "forked_from": spec.forked_from,
+        "script": shlex.join(words_without_secrets(spec.script)) or None, "forked_from": spec.forked_from,
         "data": spec.data, "run_dir": str(run.path),
         "nodes": str(spec.resources.nodes), "gpus_per_node": str(spec.resources.gpus_per_node),
         "commit": run.revision.read_text().strip() if run.revision.exists() else None,

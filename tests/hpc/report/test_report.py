@@ -303,6 +303,18 @@ def test_custom_script_has_attempts_and_its_command(tmp_path: Path) -> None:
     assert "python -m hpc.submit \\\n  --cluster=local \\\n  -- my.py &#39;a b&#39; --x" in html
 
 
+def test_shared_pages_have_no_secrets(tmp_path: Path) -> None:
+    for name, secret in (("one", "hf_s3cret1"), ("two", "hf_s3cret2")):
+        setup = (f"export HF_TOKEN={secret} A=1", f"export B={name}")
+        spec = script_spec("my.py", "--api-key", secret, f"--password={secret} x", "--key-dim", "64", name=name)
+        pending_run(tmp_path / name, replace(spec, resources=replace(spec.resources, setup=setup)))
+    own, both = report(tmp_path / "one").html, report(tmp_path / "one", tmp_path / "two").html
+    assert "s3cret" not in own + both
+    assert "&#39;--setup=export HF_TOKEN=*** A=1&#39;" in own
+    assert "-- my.py --api-key &#39;***&#39; &#39;--password=***&#39; --key-dim 64" in own
+    assert "export HF_TOKEN=*** A=1 export B=two" in both
+
+
 @pytest.mark.parametrize(
     "file",
     ["spec.json", "metrics/train.jsonl", "metrics/eval.jsonl", "events/agent.jsonl", "final/result.json",
