@@ -23,7 +23,10 @@ _PRINTS_NOT = re.compile(
     re.DOTALL,
 )
 # What the code of `python -c` may call.
-_SAYS = re.compile(r"print|len|range|str|torch\.(\w+\.)*(is_\w+|get_\w+|version|show|device_count)|platform\.\w+")
+_SAYS = re.compile(
+    r"print|len|range|str|torch\.(\w+\.)*(is_\w+|get_\w+|version|show|device_count)|platform\.\w+|socket\.gethostname|"
+    r"os\.(getcwd|getenv|cpu_count|environ\.get)"
+)
 _WRITES = re.compile(r"(\d*|&)>(?!&[\d-]|[>&|]?\s*/dev/(null|std(err|out))$)")
 _SHOWN = 60  # characters of a line in a message
 

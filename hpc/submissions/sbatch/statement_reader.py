@@ -41,8 +41,6 @@ _SETUP = re.compile(
 )
 # Those that also change how Bash expands the words of later lines.
 _CHANGES_WORDS = re.compile(r"unset|shopt|set|:")
-# Commands whose exit code says what holds here.
-_TESTS = re.compile(r"(grep|type|which)\s")
 _AFTER_PROGRAM = re.compile(r"(exit|deactivate|conda|module|ml|set)(\s|$)")
 # Variables that torchrun sets for the ranks, or that only its options use.
 _RENDEZVOUS = re.compile(r"MASTER_(ADDR|PORT)|(LOCAL_)?WORLD_SIZE|((NODE|LOCAL|GROUP)_)?RANK|.*RDZV.*")
@@ -241,7 +239,7 @@ class StatementReader:
                 self._change_shell(command)
             self._add_setup(first.line, text)
         elif operators <= {"&&"}:
-            if any(_TESTS.match(command.text) for command in commands[:-1]):
+            if any(command.text.startswith("grep ") for command in commands[:-1]):
                 raise UserError(f"{short(text)} is a condition: write what holds on the nodes")
             for command in commands:
                 self._command(command)
