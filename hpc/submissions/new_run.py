@@ -9,11 +9,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from hpc.base.errors import TorchrelayError, UserError
 from hpc.base.files import new_directory, remove_directory, write_atomic
-from hpc.base.git import is_listed_as_untracked
+from hpc.base.git import is_listed_as_untracked, listed_files
 from hpc.base.text import visible
 from hpc.commands import cli
 from hpc.run.events.kinds import Submitted, Submitting
@@ -152,12 +153,23 @@ def _cannot_write(run: RunDir, error: OSError) -> UserError:
 
 
 def _hide_runs_from_git(run: RunDir) -> None:
-    """If the runs directory is in a git repository, make git ignore it. A failure only prints a warning."""
+    """Make git ignore the run, unless it does already. A failure only prints a warning."""
+    runs_dir = run.path.parent
     try:
         if is_listed_as_untracked(run.path):
-            write_atomic(run.path.parent / ".gitignore", "*\n")
-    except OSError as error:
-        print(f"hpc submit: warning: {run.path.parent} cannot be written: {error}", file=sys.stderr)
+            write_atomic((runs_dir if _has_only_runs(runs_dir) else run.path) / ".gitignore", "*\n")
+    except (OSError, TorchrelayError) as error:
+        print(f"hpc submit: warning: git does not ignore {run.path}: {error}", file=sys.stderr)
+
+
+def _has_only_runs(directory: Path) -> bool:
+    """Return whether a directory has nothing that git tracks, nor a visible entry that is not ours."""
+    if any(os.path.lexists(directory / name) for name in (".git", ".gitignore")) or listed_files(directory):
+        return False
+    if cli.find_group(str(directory), directory):
+        return True
+    entries = (entry for entry in directory.iterdir() if not entry.name.startswith("."))
+    return all(RunDir(entry).spec.exists() or cli.find_group(str(entry), directory) for entry in entries)
 
 
 def preemption_grace(spec: RunSpec) -> int | None:

@@ -252,16 +252,40 @@ def test_no_run_is_in_a_run(tmp_path: Path, runs: str) -> None:
     assert {"train.py", "experiments"} <= found <= {"train.py", "experiments", "experiments/a.csv"}
 
 
-@pytest.mark.parametrize("ignored", [False, True])
-def test_runs_do_not_show_in_git_status(repository: Path, ignored: bool, shared: Path) -> None:
+@pytest.mark.parametrize(
+    ("files", "tracks", "runs", "gitignore"),
+    [
+        ({}, "", "runs", "runs/.gitignore"),
+        ({"runs/.keep": "", "runs/old/spec.json": "{}", "runs/sweep/sweep.json": "{}"}, "", "runs", "runs/.gitignore"),
+        ({".gitignore": "ignored.py\nruns/\n"}, "", "runs", None),
+        ({"runs/.gitignore": "*\n!.gitignore\n"}, "", "runs", None),
+        ({}, "", ".", "run/.gitignore"),
+        ({"outputs/.gitignore": "*.log\n"}, "", "outputs", "outputs/run/.gitignore"),
+        ({"outputs/.keep": "", "outputs/old/spec.json": "{}"}, "outputs/old", "outputs", "outputs/run/.gitignore"),
+        ({"outputs/notes.md": ""}, "", "outputs", "outputs/run/.gitignore"),
+        ({"outputs/notes/a.md": ""}, "", "outputs", "outputs/run/.gitignore"),
+    ],
+)
+def test_runs_do_not_show_in_git_status_and_all_else_does(
+    repository: Path, files: dict[str, str], tracks: str, runs: str, gitignore: str | None, shared: Path
+) -> None:
+    def ours() -> set[Path]:
+        return {path for path in here.path.rglob(".gitignore") if "code" not in path.parts}
+
+    def shown() -> str:
+        return git(here.path, "status", "--short", "--untracked-files=all")
+
     here = Site(shutil.copytree(repository, shared / "repository"), "/nonexistent")
-    if ignored:
-        (here.path / ".gitignore").write_text("ignored.py\nruns/\n")
-    before = git(here.path, "status", "--short")
+    write(here.path, files)
+    if tracks:
+        git(here.path, "add", "--force", tracks)
+    before, had = shown(), {path: path.read_text() for path in ours()}
     _, slurm = queueing_site(shared)
-    here.submit("--synthetic", "--batch-size=8", **slurm)
-    assert git(here.path, "status", "--short") == before
-    assert (here.path / "runs" / ".gitignore").exists() != ignored
+    here.submit("--synthetic", "--batch-size=8", "--name=run", f"--runs-dir={runs}", **slurm)
+    hidden = {line for line in before.splitlines() if gitignore == f"{runs}/.gitignore" and f" {runs}/" in line}
+    assert set(shown().splitlines()) == set(before.splitlines()) - hidden
+    assert {path: path.read_text() for path in had} == had
+    assert ours() - had.keys() == ({here.path / gitignore} if gitignore else set())
 
 
 def test_submission_says_where_the_script_starts_and_what_it_has(repository: Path) -> None:
