@@ -6,7 +6,7 @@ With --dry-run, prints the job and its expected start instead.
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -42,6 +42,8 @@ class NewRun:
     run: RunDir
     spec: RunSpec
     code: UserCode
+    hints: Sequence[str]
+    """What the script tells (`script_hints`); once the job is queued, no file of the user is read."""
     job_id: str | None = None
 
     @property
@@ -78,15 +80,16 @@ def start_run(
     )  # fmt: skip
     check_place(run, spec)
     warn(options, spec, code)
+    new = NewRun(run=run, spec=spec, code=code, hints=hints(code, spec))
     environment = this_environment() if options.stage_env else None
     if options.dry_run:
-        return NewRun(run=run, spec=spec, code=code)
+        return new
     if environment is not None:
         archive = environment_archive.find_or_make(environment, run.path.parent)
         spec = dataclasses.replace(spec, stage_env=str(archive))
     spec, job_id = _submit(run, spec, code, fill)
     _hide_runs_from_git(run)
-    return NewRun(run=run, spec=spec, code=code, job_id=job_id)
+    return dataclasses.replace(new, spec=spec, job_id=job_id)
 
 
 def _submit(
@@ -230,7 +233,7 @@ def _places(new: NewRun) -> list[str]:
 
 def show(new: NewRun, options: SubmitOptions) -> int:
     """Print the submitted run, or the dry run. With --wait, wait for the run's end. Returns the exit code."""
-    for hint in hints(new.code, new.spec):
+    for hint in new.hints:
         print(f"hpc submit: {visible(hint)}", file=sys.stderr)
     if options.dry_run:
         show_dry_run(new, as_json=options.json)

@@ -6,13 +6,17 @@ A false alarm is worse than silence: an import that nobody here knows may do wha
 import ast
 import re
 import sys
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import islice
+from operator import attrgetter
 from pathlib import Path
 
 from hpc.base.text import visible
 from hpc.run.spec import RunSpec, program_of
 from hpc.submissions.checks import is_node_local
+from hpc.submissions.user_code.code_layout import scan
 from hpc.submissions.user_code.own_code import UserCode
 from hpc.submissions.user_code.script_imports import ScriptText
 
@@ -30,6 +34,7 @@ _JOINS = frozenset(
 # Modules and functions whose effect is unknown.
 _UNKNOWN = frozenset({"importlib", "runpy", "subprocess", "__import__", "exec", "eval", "system"})
 _MOST_FILES, _MOST_BYTES = 200, 2**16
+_MOST_IN_DIRECTORY, _MOST_ENTRIES = 1000, 10_000
 _LINKS_SHOWN = 3
 _OWNERSHIP = "dubious ownership"
 
@@ -65,9 +70,14 @@ def warnings_of_code(code: UserCode, *, on_cluster: bool) -> list[str]:
 
 def hints(code: UserCode, spec: RunSpec) -> list[str]:
     """Return a sentence for each thing in the script's text that would waste the run, with what to type instead."""
-    trees = code.text.trees
-    if not trees:
+    try:
+        return _hints(code, spec) if code.text.trees else []
+    except (OSError, RecursionError):  # a directory cannot be read, or an expression is too long for ast.unparse
         return []
+
+
+def _hints(code: UserCode, spec: RunSpec) -> list[str]:
+    trees = code.text.trees
     words = _words(trees.values())
     name, ranks = program_of(code.script), spec.resources.nodes.most * spec.resources.ranks_per_node
     found = []
@@ -142,8 +152,22 @@ def _moves_hydra(trees: Mapping[Path, ast.Module], script: tuple[str, ...], word
 
 
 def _configurations(file: Path, decorator: str) -> Iterator[str]:
-    """Yield the text of the YAML files from which Hydra composes the configuration."""
-    if directory := re.search(r"config_path='([^']*)'", decorator):
-        for path in islice(sorted((file.parent / directory[1]).rglob("*.yaml")), _MOST_FILES):
-            if path.stat().st_size <= _MOST_BYTES:
+    """Yield the text of the YAML files from which Hydra composes the configuration, those nearest to its top first."""
+    directory = re.search(r"config_path='([^']*)'", decorator)
+    for path in islice(_yaml_files(file.parent / directory[1]), _MOST_FILES) if directory else ():
+        with suppress(OSError):  # a link without a target, a file that is not readable, or that is no more
+            if path.is_file() and path.stat().st_size <= _MOST_BYTES:
                 yield path.read_text(errors="replace")
+
+
+def _yaml_files(top: Path) -> Iterator[Path]:
+    """Yield the YAML files in and below a directory, level by level. Data may lie there, too: some is not looked at."""
+    waiting, left = deque([top]), _MOST_ENTRIES
+    while waiting and left > 0:
+        entries = scan(waiting.popleft(), min(left, _MOST_IN_DIRECTORY))
+        left -= len(entries)
+        for entry in sorted(entries, key=attrgetter("name")):
+            if entry.is_dir(follow_symlinks=False):
+                waiting.append(Path(entry.path))
+            elif entry.name.endswith(".yaml"):
+                yield Path(entry.path)

@@ -1,5 +1,6 @@
 """What the text of a script tells before it runs, and when it tells nothing."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -89,3 +90,34 @@ def test_a_new_directory_at_each_start_is_told(
 def test_a_group_of_hydra_may_fix_the_directory(tmp_path: Path) -> None:
     files = {"conf/config.yaml": "", "conf/hydra/default.yaml": "run:\n  dir: fixed\n"}
     assert told(tmp_path, HYDRA.format('config_path="conf"'), **files) == ""
+
+
+def test_no_file_beside_a_configuration_fails_or_delays_a_hint(tmp_path: Path) -> None:
+    conf = tmp_path / "conf"
+    (conf / "loop").mkdir(parents=True)
+    (conf / "local.yaml").symlink_to("absent")
+    (conf / "self.yaml").symlink_to("self.yaml")
+    (conf / "loop/up").symlink_to("..")
+    (conf / "closed.yaml").write_text("a: 1\n")
+    (conf / "closed.yaml").chmod(0)
+    (conf / "closed").mkdir(mode=0)
+    (conf / "directory.yaml").mkdir()
+    os.mkfifo(conf / "pipe.yaml")
+    assert told(tmp_path, HYDRA.format('config_path="conf"'), **{"conf/z.yaml": ""})
+    assert told(tmp_path, HYDRA.format('config_path="conf"'), **{"conf/z.yaml": FIXED}) == ""
+    assert told(tmp_path, HYDRA.format('config_path="none"'))
+
+
+def test_data_beside_a_configuration_is_not_walked(tmp_path: Path) -> None:
+    """The configuration is found, though it comes after the data, and a directory of many files is read in part."""
+    for number in range(12):
+        (tmp_path / "data" / str(number)).mkdir(parents=True)
+    for number in range(11_000):
+        (tmp_path / "data" / str(number // 1000) / f"{number}.yaml").touch()
+    (tmp_path / "data/11/last.yaml").write_text(FIXED)
+    assert told(tmp_path, HYDRA.format('config_path="."'))
+    assert told(tmp_path, HYDRA.format('config_path="."'), **{"z/hydra.yaml": FIXED}) == ""
+
+
+def test_an_expression_of_any_length_fails_no_hint(tmp_path: Path) -> None:
+    assert told(tmp_path, f"import torch\nx{'.add()' * 800}\n" + TRAINS) == ""
