@@ -11,6 +11,7 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from operator import attrgetter
@@ -90,18 +91,19 @@ def clean(options: CleanOptions) -> int:
             f"--yes alone would remove all {len(found)} runs that have ended: name them, or give --older-than 30d, "
             "--state failed,cancelled or --checkpoints-only"
         )
-    problems = _remove(options, found) if options.yes else []
+    problems = _remove(options, found) if options.yes else {}
+    chosen, found = found, [one for one in found if one.run_dir not in problems]
     total = sum(map(freed, found))
     if options.json:
         runs = [asdict(one) for one in found]
-        cli.print_json({"removed": options.yes, "bytes": total, "runs": runs, "problems": problems})
-    elif not found:
+        cli.print_json({"removed": options.yes, "bytes": total, "runs": runs, "problems": list(problems.values())})
+    elif not chosen:
         print(f"nothing to remove: no run in {options.runs_dir} that these flags name has ended")
-    else:
+    elif found:
         Console().print(_table(found))
         what = "the checkpoints of these runs" if options.checkpoints_only else "these runs"
         print(f"removed {what}: {decimal(total)}" if options.yes else f"{decimal(total)}: --yes removes {what}")
-    for problem in problems:
+    for problem in problems.values():
         print(f"hpc clean: {visible(problem)}", file=sys.stderr)
     return int(bool(problems))
 
@@ -116,11 +118,7 @@ def _chosen(options: CleanOptions) -> list[Holding]:
         raise UserError(f"--state is {options.state!r}: use one or several of {','.join(sorted(TERMINAL))}")
     oldest = storage_time(options.runs_dir.expanduser()) - options.older_than.seconds
     runs = [cli.find_own_run(name, options.runs_dir) for name in options.run] or cli.all_runs(options.runs_dir)
-    cache = StatusCache()
-    states = {row.run_dir: row.state for row in cache.summaries(runs)}
-    if cache.problem:
-        raise TorchrelayError(f"{cache.problem}; which runs have ended is unknown: try again later")
-    jobs = squeue.jobs() if any(run.script.exists() for run in runs) and slurm.is_available() else None
+    states, jobs = _states(runs)
     found = list[Holding]()
     for run in runs:
         problem = why_it_stays(run, states.get(str(run.path), "running"), jobs)
@@ -129,6 +127,15 @@ def _chosen(options: CleanOptions) -> list[Holding]:
         if not problem and states[str(run.path)] in wanted and (holding := _holding(run, states)).last_used <= oldest:
             found.append(holding)
     return found
+
+
+def _states(runs: Sequence[RunDir]) -> tuple[dict[str, State], Mapping[str, SlurmJob] | None]:
+    """Return the state of each run by its directory, and the user's Slurm jobs. Raises TorchrelayError."""
+    cache = StatusCache()
+    states = {row.run_dir: row.state for row in cache.summaries(runs)}
+    if cache.problem:
+        raise TorchrelayError(f"{cache.problem}; which runs have ended is unknown: try again later")
+    return states, squeue.jobs() if any(run.script.exists() for run in runs) and slurm.is_available() else None
 
 
 def why_it_stays(run: RunDir, state: str, jobs: Mapping[str, SlurmJob] | None) -> str:
@@ -147,15 +154,16 @@ def why_it_stays(run: RunDir, state: str, jobs: Mapping[str, SlurmJob] | None) -
 
 
 def _holding(run: RunDir, states: dict[str, State]) -> Holding:
-    times, size, checkpoints = [run.path.stat().st_mtime], 0, 0
-    for directory, _, names in os.walk(run.path):
-        for name in names:
-            status = Path(directory, name).lstat()
+    times, size, checkpoints = [0.0], 0, 0
+    files = (Path(directory, name) for directory, _, names in os.walk(run.path) for name in names)
+    for path in (run.path, *files):
+        with suppress(FileNotFoundError):  # another process has just removed it
+            status = path.lstat()
             times.append(status.st_mtime)
             # A file with another hard link, such as in a fork, stays.
-            freed = status.st_blocks * 512 if status.st_nlink == 1 else 0
+            freed = status.st_blocks * 512 if status.st_nlink == 1 and path != run.path else 0
             size += freed
-            checkpoints += freed if Path(directory).is_relative_to(run.checkpoints) else 0
+            checkpoints += freed if path.is_relative_to(run.checkpoints) else 0
     state = states[str(run.path)]
     return Holding(
         run=run.name, run_dir=str(run.path), state=state, last_used=max(times), size=size, checkpoints=checkpoints
@@ -174,18 +182,35 @@ def _table(found: Sequence[Holding]) -> Table:
 # --- removal ---
 
 
-def _remove(options: CleanOptions, found: Sequence[Holding]) -> list[str]:
-    """Remove runs or their checkpoints, and leftovers of killed processes. Returns a sentence for each failure."""
-    problems, runs = list[str](), [RunDir(Path(one.run_dir)) for one in found]
-    places = {options.runs_dir.expanduser().resolve(), *(run.path.parent for run in runs)}
-    for place in {*places, *(run.path for run in runs)}:
+def _remove(options: CleanOptions, found: Sequence[Holding]) -> dict[str, str]:
+    """Remove runs or their checkpoints, and leftovers of killed processes.
+
+    Returns a sentence for each run that stays, by its directory.
+    """
+    problems, runs = dict[str, str](), {one: RunDir(Path(one.run_dir)) for one in found}
+    places = {options.runs_dir.expanduser().resolve(), *(run.path.parent for run in runs.values())}
+    for place in {*places, *(run.path for run in runs.values())}:
         remove_abandoned(place, ".*", _is_abandoned)
-    for run in runs:
+    for one, run in runs.items():
         try:
-            remove(run.checkpoints if options.checkpoints_only else run.path)
-        except OSError as error:
-            problems.append(f"run {run.name} is not removed, or not in full: {error}")
+            # Minutes may have passed since the runs were listed.
+            if problem := _why_it_stays_now(run, one.state):
+                problems[one.run_dir] = problem
+            else:
+                remove(run.checkpoints if options.checkpoints_only else run.path)
+        except (OSError, TorchrelayError) as error:
+            problems[one.run_dir] = f"run {run.name} is not removed, or not in full: {error}"
     return problems
+
+
+def _why_it_stays_now(run: RunDir, listed: State) -> str:
+    """Return why a run that was listed in a state must stay, after all; empty if it may go or is gone."""
+    states, jobs = _states([run])
+    if not (state := states.get(str(run.path))):
+        return ""
+    if state in TERMINAL and state != listed:
+        return f"run {run.name} was {listed} and is {state} now: repeat hpc clean"
+    return why_it_stays(run, state, jobs)
 
 
 def _is_abandoned(path: Path) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from support.cluster import Site, refused, shared_directory
 from support.events import cancelled, event, submitted, write_events
+from support.fake_slurm import write_programs
 from support.reported_runs import complete, running_run, spec_of
 
 from hpc.base.kernel import start_time
@@ -161,6 +162,25 @@ def test_running_run_and_that_of_another_user_stay(site: Site) -> None:
         assert "belongs to nobody" in refused(site, "clean", "small", "--yes")
     assert "busy" not in listed(site, "--state=completed,failed,cancelled")
     assert "small" not in listed(site) or os.getuid() != 0
+
+
+def test_run_that_is_resumed_while_another_is_removed_stays(site: Site) -> None:
+    """It has a job from the moment at which the larger run is gone; the next run has completed meanwhile."""
+    runs = site.path / "runs"
+    job = f"7|RUNNING|None|n1|n1|0|N/A|N/A|{runs}/complete/submit.sbatch|"
+    squeue = f"[ -e {runs}/stopped ] || {{ echo '{job}'; rm -f {runs}/small/events/cancel.jsonl; }}"
+    path = write_programs(site.path / "bin", squeue=squeue, sbatch="exit 1", sacct="exit 1")
+    for name in ALL:
+        (runs / name / "submit.sbatch").touch()
+    write_events(RunDir(runs / "small"), cancelled(), file="cancel.jsonl")
+    shutil.rmtree(runs / "small" / "final")
+    done = site.hpc("clean", "--yes", "--json", *ALL, PATH=path)
+    answer = json.loads(done.stdout)
+    assert (done.returncode, [one["run"] for one in answer["runs"]]) == (1, ["stopped"])
+    assert there(site) == ALL - {"stopped"}
+    assert (runs / "complete" / "final").exists()
+    assert "run complete has job 7: type hpc cancel complete" in done.stderr
+    assert "run small was cancelled and is completed now: repeat hpc clean" in done.stderr
 
 
 def test_directory_that_cannot_be_renamed_stays_whole(tmp_path: Path) -> None:
