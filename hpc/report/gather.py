@@ -161,7 +161,7 @@ def _settings(notes: list[str], spec: RunSpec) -> dict[str, Any]:
 
 
 def _metrics(notes: list[str], path: Path) -> pd.DataFrame:
-    """Read the numbers in a file of metrics. Keep only the newest row of each step and split."""
+    """Read the numbers in a file of metrics. Keep only the newest row of each step and split, and sort them by step."""
     columns = [*_METRICS, *([_SPLIT] if path.stem == "eval" else [])]
     parts, total, damaged = list[pd.DataFrame](), 0, 0
     lines = json_lines(path)
@@ -177,10 +177,22 @@ def _metrics(notes: list[str], path: Path) -> pd.DataFrame:
     for name in columns:
         if name not in table:
             table[name] = None if name == _SPLIT else np.nan
-    # A script that restarts from a checkpoint writes steps again: drop what it wrote about them before.
-    keys = [name for name in ("step", _SPLIT) if name in columns]
-    newest = ~table.duplicated(keys, keep="last") & (table["step"] <= table["step"][::-1].cummin()[::-1])
-    return table[newest].reset_index(drop=True)
+    keys = [name for name in ("step", _SPLIT) if name in table]
+    is_dropped = table["step"].isna() | table.duplicated(keys, keep="last")
+    splits = table[_SPLIT] if _SPLIT in table else pd.Series(0, table.index)
+    for _, rows in table[["step", "attempt"]].groupby(splits, dropna=False):
+        is_dropped[rows.index] |= _is_undone(rows)
+    return table[~is_dropped].sort_values("step", kind="stable", ignore_index=True)
+
+
+def _is_undone(rows: pd.DataFrame) -> "pd.Series[bool]":
+    """Return which rows are of steps that a later attempt, which began before them, does again.
+
+    Steps need not ascend within an attempt: a script may test its best checkpoint last.
+    """
+    first_steps = rows.groupby("attempt")["step"].min()
+    of_later_attempts = first_steps[::-1].cummin().shift()
+    return rows["step"] >= rows["attempt"].map(of_later_attempts)
 
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, Any]:

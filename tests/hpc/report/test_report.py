@@ -252,6 +252,35 @@ def test_any_number_of_any_file_of_metrics_is_drawn(tmp_path: Path) -> None:
     assert table["temperature"].tolist() == [41, 42, 43, 44, 45]
 
 
+def test_steps_in_any_order_stay_unless_a_later_attempt_does_them_again(tmp_path: Path) -> None:
+    run = running_run(tmp_path / "r")
+    run.eval_metrics.unlink()
+
+    def log(name: str, split: str | None, *steps: int, attempt: int | None = None) -> None:
+        for step in steps:
+            line = {"step": step, "split": split, "attempt": attempt, "accuracy": step / 1000}
+            append_json_line(run.train_metrics.with_name(f"{name}.jsonl"), line)
+
+    def steps(name: str, split: str | None = None) -> list[int]:
+        table = pd.read_csv(written.path.with_name(f"{name}.csv"))
+        return list((table if split is None else table[table["split"] == split])["step"])
+
+    log("eval", "val", 250, 500, 750, 1000)
+    log("eval", "test", 500)  # the best checkpoint
+    log("probes", None, 3, 1, 2, 2)
+    log("tasks", "a", 10, 20, 30, attempt=1)
+    log("tasks", "b", 10, 20, 30, attempt=1)
+    log("tasks", "a", 15, 25, attempt=2)  # it went on after step 10, and has not come to task b yet
+    log("tasks", "b", 5)  # it does not say which attempt this is
+    append_json_line(run.train_metrics.with_name("probes.jsonl"), {"accuracy": 1})
+    written = report(run.path)
+    assert (steps("eval", "val"), steps("eval", "test")) == ([250, 500, 750, 1000], [500])
+    assert "validation: from 25 at step 250 to 100 at step 1000" in written.html
+    assert gather(run, summarize(run, None)).best_validation == summarize(run, None).val_accuracy == 1.0
+    assert steps("metrics-probes") == [1, 2, 3]
+    assert (steps("metrics-tasks", "a"), steps("metrics-tasks", "b")) == ([10, 15, 25], [5, 10, 20, 30])
+
+
 def test_the_documented_lines_of_a_script_show_in_status_and_report(tmp_path: Path, capsys: Capture) -> None:
     spec = script_spec("my.py", name="own")
     run = pending_run(tmp_path / "own", spec)
