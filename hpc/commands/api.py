@@ -120,9 +120,10 @@ class Run:
         """Return `metrics/NAME.jsonl` (`train`, `eval` or your own) as a table with the last line of each step."""
         import pandas as pd  # noqa: PLC0415 - takes half a second
 
-        from hpc.base.files import read_json_lines  # noqa: PLC0415
+        from hpc.base.files import number_in, read_json_lines  # noqa: PLC0415
 
-        lines = list(read_json_lines(self._run.train_metrics.with_name(f"{name}.jsonl")))
+        records = read_json_lines(self._run.train_metrics.with_name(f"{name}.jsonl"))
+        lines = [record for record in records if number_in(record, "step") is not None]
         keys = ["step", *(["split"] if any("split" in line for line in lines) else [])]
         table = pd.DataFrame(lines)
         return table if table.empty else table.drop_duplicates(keys, keep="last").sort_values(keys, ignore_index=True)

@@ -17,7 +17,7 @@ from torchrelay.checkpoint_files import STATE_VALUES, find_damage, list_checkpoi
 
 from hpc.base import program
 from hpc.base.errors import UserError
-from hpc.base.files import json_line, link_files, read_json_lines, write_atomic
+from hpc.base.files import json_line, link_files, number_in, read_json_lines, write_atomic
 from hpc.base.flags import POSITIONAL, Flag
 from hpc.commands import cli
 from hpc.programs.program_flags import ProgramFlags
@@ -135,14 +135,23 @@ def give_newest_checkpoint(source: RunDir, run: RunDir, spec: RunSpec, flags: Pr
 
 
 def _give_results(source: RunDir, run: RunDir, step: int) -> None:
-    """Give the new run the metrics up to a step, and the best model, if it was saved no later than the step."""
+    """Give the new run the metrics up to a step, and the best model, if it was saved no later than the step.
+
+    A script may have written all of these files, in any form.
+    """
     for old, new in ((source.train_metrics, run.train_metrics), (source.eval_metrics, run.eval_metrics)):
-        until_then = [{**line, "attempt": 0} for line in read_json_lines(old) if line["step"] <= step]
+        until_then = [{**line, "attempt": 0} for line in read_json_lines(old) if _is_until(line, step)]
         new.parent.mkdir(exist_ok=True)
         write_atomic(new, "".join(map(json_line, until_then)))
     for _ in range(_TRIES):
         with suppress(FileNotFoundError):  # the other run is replacing its best model now, or has none
-            if json.loads((source.best / "result.json").read_bytes())["step"] <= step:
-                link_files(source.best, run.best)
+            with suppress(ValueError):
+                if _is_until(json.loads((source.best / "result.json").read_bytes()), step):
+                    link_files(source.best, run.best)
             return
         shutil.rmtree(run.best, ignore_errors=True)
+
+
+def _is_until(record: Any, step: int) -> bool:
+    at = number_in(record, "step") if isinstance(record, dict) else None
+    return at is not None and at <= step

@@ -12,6 +12,7 @@ import pytest
 from support.cluster import Site
 
 import hpc
+from hpc.base.files import append_json_line
 
 pytestmark = pytest.mark.timeout(400)
 LOCAL: dict[str, Any] = {"cluster": "local", "gpus_per_node": 1, "cpus_per_gpu": 1}
@@ -38,6 +39,9 @@ def test_training_is_submitted_waited_for_and_read(local_site: Site, trained: hp
     assert list(trained.metrics()["step"]) == list(range(1, 9))
     assert set(trained.metrics("eval")["split"]) == {"val", "test"}
     assert trained.metrics("gpu").empty
+    for line in ({"loss": 1}, {"step": 2}, {"step": None}, {"step": 1}):
+        append_json_line(trained.directory / "metrics" / "own.jsonl", line)
+    assert list(trained.metrics("own")["step"]) == [1, 2]
     assert "epoch 2" in trained.logs(rank=0)
     assert trained.report().read_text().startswith("<!DOCTYPE html>")
 

@@ -12,7 +12,7 @@ from support.fake_slurm import queueing_site
 from support.staging_nodes import contents
 from torchrelay.checkpoint_files import list_checkpoints
 
-from hpc.base.files import read_json_lines
+from hpc.base.files import append_json_line, read_json_lines
 from hpc.programs.program_kinds import program_of_run
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
@@ -92,11 +92,17 @@ def test_own_script_is_forked_with_further_arguments_from_what_it_saved(local_si
     mine = submit_and_wait(
         local_site, "--cluster=local", "--gpus-per-node=0", "--name=mine", "--", "mine.py", "--steps", "3"
     )
+    for line in ({"loss": 1.0}, {"step": None, "loss": 1.0}, {"step": "3"}, {"step": float("nan")}, {"step": 3}):
+        append_json_line(mine.directory.train_metrics, line)
+        append_json_line(mine.directory.eval_metrics, line)
+    mine.directory.best.mkdir()
+    (mine.directory.best / "result.json").write_text('{"accuracy": 0.5}')
     done = local_site.hpc("fork", "mine", "--name=further", "--wait", "--json", "--", "--steps", "7")
     assert done.returncode == 0, done.stdout + done.stderr
     run = RunDir(local_site.path / "runs" / "further")
     assert RunSpec.load(run).script == ("mine.py", "--steps", "3", "--steps", "7")
-    assert [line["step"] for line in read_json_lines(run.train_metrics)] == [1, 2, 3, 4, 5, 6, 7]
+    assert [line["step"] for line in read_json_lines(run.train_metrics)] == [1, 2, 3, 3, 4, 5, 6, 7]
+    assert [line["step"] for line in read_json_lines(run.eval_metrics)] == [3]
     assert "begins after step 3" in run.rank_log(1, 0).read_text()
     assert mine.status()["step"] == 3
 
