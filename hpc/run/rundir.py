@@ -65,6 +65,8 @@ class RunDir:
     eval_metrics = SubPath("metrics/eval.jsonl")
     """One JSON line per evaluation."""
     tensorboard = SubPath("tensorboard")
+    tracking = SubPath("tracking")
+    """The files of a tracker that cannot reach its server."""
     checkpoints = SubPath("checkpoints")
     """Durable checkpoints, one directory per step, visible only when complete."""
     index = SubPath("index.npz")

@@ -40,7 +40,7 @@ def test_requeued_training_is_one_run_with_each_step_once(site: Site, monkeypatc
     client, (kept,) = mlflow_runs(site.path, monkeypatch)
     assert [each.step for each in client.get_metric_history(kept.info.run_id, "train/loss")] == run.steps()
     assert (kept.info.run_id, kept.info.status) == (RunSpec.load(run.directory).mlflow_run, "FINISHED")
-    (directory,) = wandb_runs(run.directory.path)
+    (directory,) = wandb_runs(run.directory.tracking)
     assert [row["step"] for row in wandb_rows(directory) if "train/loss" in row] == run.steps()
     assert [(one["tracker"], one["problem"]) for one in run.status()["trackers"]] == [("mlflow", None), ("wandb", None)]
 

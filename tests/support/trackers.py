@@ -42,7 +42,7 @@ def wandb_rows(directory: Path) -> list[dict[str, Any]]:
 
 
 def wandb_runs(directory: Path) -> list[Path]:
-    """The W&B runs in a directory, the first one first."""
+    """The offline W&B runs in a directory, such as `tracking` of a run, the first one first."""
     return sorted(Path(directory, "wandb").glob("offline-run-*"))
 
 

@@ -5,6 +5,7 @@ It is for nodes without internet, and for runs without --tracker. It sends only 
 
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, cast
@@ -48,44 +49,56 @@ def sync(options: SyncOptions) -> int:
     if not options.run:
         raise UserError("no run is named: type hpc sync NAME, or several names; hpc status lists them")
     wanted = list[tuple[RunDir, Service]]()
-    for run in (cli.find_own_run(name, options.runs_dir) for name in options.run):
+    for run in dict.fromkeys(cli.find_own_run(name, options.runs_dir) for name in options.run):
         services = tuple(dict.fromkeys(options.tracker)) or RunSpec.load(run).tracker
         if not services:
             raise UserError(f"run {run.name} was submitted without --tracker: add --tracker wandb or --tracker mlflow")
         wanted += [(run, service) for service in services]
-    answers = [_sync(run, service, options) for run, service in wanted]
+    answers = [
+        {"run": run.name, "run_dir": str(run.path), "tracker": service, "url": None, "points": 0, "problem": None}
+        for run, service in wanted
+    ]
+    sending = [_sync(*one, options, answer) for one, answer in zip(wanted, answers, strict=True)]
+    for one in sending:
+        next(one, None)  # opens its tracker
+    while sending := [one for one in sending if next(one, "ended") is None]:
+        time.sleep(_PAUSE_SECONDS)
     if options.json:
         cli.print_json(answers)
     return int(any(answer["problem"] is not None for answer in answers))
 
 
-def _sync(run: RunDir, service: Service, options: SyncOptions) -> dict[str, Any]:
-    """Send the metrics of a run to a tracker, and print the result. Raises UserError if the tracker cannot be used."""
-    cache, url, points, problem = StatusCache(), None, 0, None
+def _sync(run: RunDir, service: Service, options: SyncOptions, answer: dict[str, Any]) -> Iterator[None]:
+    """Send the metrics of a run to a tracker, complete the answer, and print the result.
+
+    Yields when the tracker is open, and each time that all points are sent and --watch expects more, so that several
+    runs take turns. Raises UserError if the tracker cannot be used.
+    """
+    cache = StatusCache()
     summary = cache.summary(run)
     own = last_events(History.load(run), summary.attempt).get(service)
     try:
         if summary.state == "running" and isinstance(own, Tracking):
-            text, url = "its node sends its metrics", own.url
+            text, answer["url"] = "its node sends its metrics", own.url
         else:
             tracker = tracker_of(service)(run, RunSpec.load(run))
-            points, url = send_new(run, tracker), tracker.url
+            answer["url"] = tracker.url
+            yield
+            answer["points"] += send_new(run, tracker)
             while options.watch and summary.state not in TERMINAL:
-                time.sleep(_PAUSE_SECONDS)
+                yield
                 summary = cache.summary(run)
-                points += send_new(run, tracker)
+                answer["points"] += send_new(run, tracker)
             tracker.close(cast("Outcome", summary.state) if summary.state in TERMINAL else None)
-            text = f"sent {points:,} points"
+            text = f"sent {answer['points']:,} points"
     except UserError:
         raise
     except TorchrelayError as error:
-        problem = text = str(error)
+        answer["problem"] = text = str(error)
     if not options.json:
-        to = f" to {TITLES[service]}: {url}" if problem is None else ""
-        print(visible(f"{run.name}: {text}{to}"), file=sys.stderr if problem else sys.stdout, flush=True)
-    return {
-        "run": run.name, "run_dir": str(run.path), "tracker": service, "url": url, "points": points, "problem": problem,
-    }  # fmt: skip
+        to = f" to {TITLES[service]}: {answer['url']}" if answer["problem"] is None else ""
+        output = sys.stderr if answer["problem"] else sys.stdout
+        print(visible(f"{run.name}: {text}{to}"), file=output, flush=True)
 
 
 main = partial(cli.run, sync, SyncOptions, "sync")

@@ -22,25 +22,29 @@ _SENT = "sent/"
 
 
 class WandbTracker:
-    """A run at W&B or, offline, a directory `wandb/offline-run-*` with the whole run for `wandb sync`."""
+    """A run at W&B or, offline, a directory `tracking/wandb/offline-run-*` with the whole run for `wandb sync`."""
 
     def __init__(self, run: RunDir, spec: RunSpec) -> None:
         self.check()
         is_offline = os.environ.get("WANDB_MODE") == "offline"
         # Online, the directory is only a buffer.
         self._buffer = None if is_offline else tempfile.TemporaryDirectory(prefix="torchrelay-wandb-")
-        for earlier in Path(run.path, "wandb").glob(f"offline-run-*-{run_id(spec)}") if is_offline else ():
-            shutil.rmtree(earlier)
+        if is_offline:
+            # A script's own wandb.init() writes to `wandb` in the run directory, under the same id.
+            run.tracking.mkdir(exist_ok=True)
+            for earlier in run.tracking.glob("wandb/offline-run-*"):
+                shutil.rmtree(earlier)
         settings = wandb.Settings(
             # The sending process has neither the output nor the GPUs of the run.
             console="off", x_disable_stats=True, x_disable_meta=True, disable_git=True, disable_code=True,
             disable_job_creation=True, silent=True, init_timeout=_INIT_SECONDS,
+            reinit="create_new",  # hpc sync has several runs open; by default, init() would return the first one again
         )  # fmt: skip
         with _errors():
             self._run = wandb.init(
                 id=run_id(spec), resume="allow", name=run.name, settings=settings,
                 project=os.environ.get("WANDB_PROJECT", PROJECT), config=settings_of(run, spec),
-                dir=self._buffer.name if self._buffer else str(run.path), allow_val_change=True,
+                dir=self._buffer.name if self._buffer else str(run.tracking), allow_val_change=True,
             )  # fmt: skip
             # The axis is our own step: evaluations come later than the training's lines of the same step.
             self._run.define_metric("*", step_metric="step")

@@ -1,6 +1,9 @@
 """`hpc sync`: metrics reach the real packages of W&B and MLflow, each point once."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ from support.trackers import mlflow_environment, mlflow_runs, wandb_records, wan
 
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
+from hpc.services.tracking.tracker import run_id
 
 pytestmark = pytest.mark.timeout(300)
 LOGGED = STEPS // 2
@@ -48,11 +52,15 @@ def test_mlflow_gets_each_point_once_though_the_run_is_sent_twice(
     assert (kept.data.params["epochs"], kept.data.params["recipe"]) == ("4", "cifar")
 
 
-def test_wandb_has_one_whole_run_offline(tmp_path: Path) -> None:
+def test_wandb_has_one_whole_run_offline_beside_those_of_the_script(tmp_path: Path) -> None:
     run = completed_run(tmp_path / "pets")
+    own = run.path / "wandb" / f"offline-run-20300101_000000-{run_id(RunSpec.load(run))}" / "run-x.wandb"
+    own.parent.mkdir(parents=True)
+    own.write_text("of the script")
     for _ in range(2):
         assert sync(run, "--tracker=wandb", **OFFLINE)["points"] == LOGGED + 5
-    (directory,) = wandb_runs(run.path)
+    assert own.read_text() == "of the script"
+    (directory,) = wandb_runs(run.tracking)
     rows = wandb_rows(directory)
     assert [row["step"] for row in rows if "train/loss" in row] == list(range(2, STEPS + 1, 2))
     assert [row["test/accuracy"] for row in rows if "test/accuracy" in row] == [0.85]
@@ -61,6 +69,24 @@ def test_wandb_has_one_whole_run_offline(tmp_path: Path) -> None:
     assert (began.run_id, began.display_name, began.project) == ("pets", "pets", "torchrelay")
     settings = {item.key: item.value_json for item in began.config.update}
     assert (settings["model"], settings["nodes"]) == ('"small-cnn"', '"2"')
+
+
+def test_runs_that_are_watched_take_turns(tmp_path: Path) -> None:
+    first, second = running_run(tmp_path / "first", loss=3.0), completed_run(tmp_path / "second")
+    command = [sys.executable, "-m", "hpc", "sync", first.path, second.path, first.path, "--tracker=wandb", "--watch"]
+    with subprocess.Popen(command, env={**os.environ, **OFFLINE}, stdout=subprocess.PIPE, text=True) as watches:
+        assert watches.stdout
+        assert watches.stdout.readline().startswith(f"second: sent {LOGGED + 5} points")
+        assert watches.poll() is None
+        complete(first)
+        assert watches.stdout.readline().startswith(f"first: sent {LOGGED + 5} points")
+    assert watches.returncode == 0
+    for run in (first, second):
+        (directory,) = wandb_runs(run.tracking)
+        (began,) = [record.run for record in wandb_records(directory) if record.HasField("run")]
+        lines = [json.loads(line) for line in run.train_metrics.read_text().splitlines()]
+        sent = [row["train/loss"] for row in wandb_rows(directory) if "train/loss" in row]
+        assert (began.display_name, sent) == (run.name, [line["loss"] for line in lines])
 
 
 def test_what_is_missing_is_said_before_anything_is_sent_and_a_server_that_does_not_answer(tmp_path: Path) -> None:
