@@ -24,7 +24,7 @@ from jobs.staging.copy_progress import stop_if
 
 # Enough threads to keep a parallel file system busy. One thread is enough for a local file system.
 _LISTING_THREADS = 8
-_LONGEST_NAME, _RECORDS_PER_LINE = 200, 1000
+_LONGEST_NAME_BYTES, _RECORDS_PER_LINE = 150, 1000
 # A batch is many small files or a part of a large one. A small data set has at least 64 batches if possible, so that
 # every node has some to read.
 _LARGEST_BATCH, _SMALLEST_BATCH, _BATCHES = 16 * 2**20, 2**20, 64
@@ -83,8 +83,9 @@ class SourceListing:
         for file in self.files:
             digest.update(repr(tuple(file)).encode())
         digest.update(repr(self.directories).encode())
-        # The result must not be a hidden name, nor too long for file systems.
-        return f"{self.source.name.lstrip('.')[:_LONGEST_NAME]}-{digest.hexdigest()[:16]}"
+        # The result must not be a hidden name, nor too long for file systems, even with what `CacheEntry` adds to it.
+        name = os.fsencode(self.source.name)[:_LONGEST_NAME_BYTES].decode(errors="ignore").lstrip(".")
+        return f"{name}-{digest.hexdigest()[:16]}"
 
     @cached_property
     def batch_bytes(self) -> int:

@@ -88,6 +88,16 @@ def test_another_name_of_the_same_source_is_the_same_copy(source: Path, local: P
     assert stage(source.parent / "x" / ".." / source.name, local).path == copy
 
 
+@pytest.mark.parametrize("name", ["a" * 255, "a" + "数" * 84, "." * 100 + "b" * 155, "a" * 150 + "\udcff", "\udcff.a"])
+def test_source_may_have_any_name_that_its_storage_allows(name: str, source: Path, local: Path) -> None:
+    source = source.rename(source.with_name(name))
+    copy = stage(source, local)
+    assert (copy.in_place, contents(copy.path)) == (None, contents(source))
+    assert not copy.path.parent.name.startswith(".")
+    assert copy.path.parent.name.encode(), "it is UTF-8"
+    assert stage(source, local).reused
+
+
 @pytest.mark.parametrize("heartbeat", [1, 2**33])
 def test_process_that_stalls_with_the_copy_is_not_waited_for(
     source: Path, local: Path, store: CacheStore, monkeypatch: pytest.MonkeyPatch, heartbeat: int
