@@ -26,6 +26,10 @@ class UserError(TorchrelayError):
     exit_code = 2
 
 
+class NotNowError(UserError):
+    """A submission that Slurm or the storage refuses, and may accept later with the same flags."""
+
+
 def pip_install(*packages: str) -> str:
     """Return the command that installs packages into this environment, which need not be the active one."""
     python = shlex.quote(sys.executable)

@@ -16,7 +16,7 @@ from typing import Any
 
 from hpc.base.compat import SubmititLocal, SubmititSlurm
 from hpc.base.environment import PYTHONPATH
-from hpc.base.errors import TorchrelayError, UserError
+from hpc.base.errors import NotNowError, TorchrelayError
 from hpc.base.files import write_atomic
 from hpc.base.kernel import ENDING_SIGNALS, start_time
 from hpc.run.events.kinds import Submitted
@@ -157,7 +157,7 @@ class SlurmExecutor(SubmititSlurm):
         """Submit the script that `prepare` wrote, and return the job's id.
 
         Raises:
-            UserError: sbatch refused the script.
+            NotNowError: sbatch refused the script.
             TorchrelayError: sbatch failed, and it is unknown whether the job is queued.
         """
         options = [f"--dependency={self.waits_for}"] if self.waits_for else []
@@ -171,7 +171,7 @@ class SlurmExecutor(SubmititSlurm):
         """Return when Slurm would start the job; None if too few nodes are in service now.
 
         Raises:
-            UserError: sbatch would refuse the job.
+            NotNowError: sbatch would refuse the job.
         """
         # The nodes are counted before sbatch is asked: if nodes return to service in between, sbatch's refusal must not
         # be taken for the user's mistake.
@@ -195,8 +195,8 @@ class SlurmExecutor(SubmititSlurm):
             self.excluded = typed
             return ask(submission.exclude_option(typed))
 
-    def _refused(self, error: submission.NotQueuedError) -> UserError:
-        return UserError(f"sbatch refused the job: {refusal(error.printed)}")
+    def _refused(self, error: submission.NotQueuedError) -> NotNowError:
+        return NotNowError(f"sbatch refused the job: {refusal(error.printed)}")
 
 
 def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:
@@ -250,7 +250,7 @@ def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:
 
 
 def start_local(run: RunDir) -> str:
-    """Start a local run in a session of its own and return the job's id. Raises UserError if it does not start.
+    """Start a local run in a session of its own and return the job's id. Raises NotNowError if it does not start.
 
     submitit's controller inherits the standard streams and the session of the process that starts it: started here, it
     would keep the user's pipe open and end at Ctrl-C. So a separate process starts it.
@@ -264,7 +264,7 @@ def start_local(run: RunDir) -> str:
     if done.returncode != 0 or not pid_file.exists():
         # The error quotes the log, because the directory of a run that has never started is removed.
         why = (run.logs / "controller.log").read_text(errors="replace").strip().splitlines()[-1:]
-        raise UserError(f"the local run did not start: {' '.join(why) or f'exit code {done.returncode}'}")
+        raise NotNowError(f"the local run did not start: {' '.join(why) or f'exit code {done.returncode}'}")
     return pid_file.read_text().strip()
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import chdir
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
@@ -9,7 +10,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 import msgspec
 
 from hpc.base import program
-from hpc.base.errors import UserError
+from hpc.base.errors import NotNowError, TorchrelayError, UserError
 from hpc.base.files import new_directory, write_json
 from hpc.base.program import changed
 from hpc.commands import cli
@@ -20,6 +21,7 @@ from hpc.run.ownership import check_is_own
 from hpc.run.rundir import RunDir, check_run_name
 from hpc.submissions.new_run import start_run
 from hpc.submissions.options import SubmitOptions, build, submit_flags
+from hpc.submissions.plan import plan
 from hpc.submissions.resumed_run import options_of as resumed
 from hpc.submissions.resumed_run import resume_run
 from hpc.submissions.user_code.code_copy import copy_files
@@ -43,6 +45,9 @@ class GroupSpec:
     """The directory in which the script starts: below `code/`, or an absolute path if the script runs in place."""
     revision: str | None
     """Git revision of the copied code; None if unknown, or if the script runs in place."""
+    started_in: str | None = None
+    """The directory in which the group was started, and in which its runs are submitted: relative paths in the settings
+    and in the values of runs start there. None, for the current one, in a file of an older version."""
 
     def check(self) -> None:
         """Raise UserError if a number is not allowed."""
@@ -124,7 +129,9 @@ class GroupDir(Generic[Spec]):
             ) from error
 
     def go_on(self, options: Any) -> Spec:
-        """Save and return the spec with the values that `options` has for its fields, and take back a cancellation.
+        """Save and return the spec with the values that `options` has for its fields.
+
+        Takes back a cancellation, but not with --once: cron, which calls with that, does not know of the cancellation.
 
         Raises UserError if the group does not exist, is another user's, or has a damaged spec.
         """
@@ -135,7 +142,8 @@ class GroupDir(Generic[Spec]):
         check_is_own(RunDir(self.path))
         values = {field.name: getattr(options, field.name, None) for field in fields(self.SPEC)}
         spec = replace(self.load(), **{name: value for name, value in values.items() if value is not None})
-        self.cancelled.unlink(missing_ok=True)
+        if not options.once:
+            self.cancelled.unlink(missing_ok=True)
         self.save(spec)
         return spec
 
@@ -162,6 +170,7 @@ def common(options: SubmitOptions, code: UserCode) -> dict[str, Any]:
         "script": code.script,
         "working_directory": str(code.root / code.working_directory) if code.in_place else code.working_directory,
         "revision": None if code.in_place else code.revision,
+        "started_in": str(Path.cwd()),
     }
 
 
@@ -180,21 +189,55 @@ def start_member(
     """Submit a run of a group with its own `flags` of the launcher, after a change of the program's flags.
 
     If an earlier submission of the run was killed, resume it unchanged. Return False if another process submitted it.
-    Raises UserError if the run cannot be submitted; or TorchrelayError if Slurm does not answer, or another process is
-    about to submit the run.
+
+    Raises:
+        NotNowError: the run cannot be submitted now, whatever its own flags and values are.
+        UserError: the run cannot be submitted with these flags and values.
+        TorchrelayError: Slurm does not answer, another process is about to submit the run, or the directory in which
+            the group was started is missing.
     """
-    is_made = run.spec.exists()
-    try:
-        if is_made:
-            resume_run(resumed({"run": str(run.path)}))
-        else:
-            _submit_member(group, spec, run, change, flags)
-    except UserError:
-        # After a refusal by Slurm, the run would have no job or, if new, no spec. So another process has submitted it.
-        if History.load(run).last_job_id if is_made else run.spec.exists():
-            return False
-        raise
+    is_made, place = run.spec.exists(), Path(spec.started_in or ".")
+    if not place.is_dir():
+        raise TorchrelayError(
+            f"{run.name} waits: the {group.TITLE} was started in {place}, which is missing: make it again, or a link"
+        )
+    with chdir(place):
+        try:
+            if is_made:
+                resume_run(resumed({"run": str(run.path)}))
+            else:
+                _submit_member(group, spec, run, change, flags)
+        except UserError as error:
+            # After a refusal by Slurm, the run would have no job or, if new, no spec: another process has submitted it.
+            if History.load(run).last_job_id if is_made else run.spec.exists():
+                return False
+            if is_made:
+                raise
+            kind = UserError if _is_own(group, spec, run, flags, error) else NotNowError
+            raise kind(str(error)) from error
     return True
+
+
+def _is_own(group: GroupDir[Any], spec: GroupSpec, run: RunDir, own: Mapping[str, Any], error: UserError) -> bool:
+    """Return whether a new run is refused for its own flags and values, and not for what the group has in common."""
+    try:
+        plan(_options(group, spec, run))
+    except NotNowError:
+        return False
+    except UserError as other:
+        return str(other) != str(error)
+    # sbatch may refuse a size of a scaling study for its nodes, but no trial of a sweep for its values.
+    return bool(own) or not isinstance(error, NotNowError)
+
+
+def _options(group: GroupDir[Any], spec: GroupSpec, run: RunDir, own: Mapping[str, Any] | None = None) -> SubmitOptions:
+    """Return the options of a run without its own values of the program."""
+    script = spec.script
+    if script[:1] not in {(), ("-m",)}:
+        # The path of the script is made absolute, so that it is found in the group's copy of the code.
+        script = (str(group.code / spec.working_directory / script[0]), *script[1:])
+    flags = {"name": run.name, "runs-dir": group.path, **(own or {})}
+    return build(submit_flags(script), {**spec.settings, **flags}, script)
 
 
 def _submit_member(
@@ -204,12 +247,7 @@ def _submit_member(
     change: Callable[[ProgramFlags], ProgramFlags],
     own: Mapping[str, Any],
 ) -> None:
-    own = {"name": run.name, "runs-dir": group.path, **own}
-    place, script = spec.working_directory, spec.script
-    if script[:1] not in {(), ("-m",)}:
-        # The path of the script is made absolute, so that it can be checked from any current directory.
-        script = (str(group.code / place / script[0]), *script[1:])
-    options = build(submit_flags(script), {**spec.settings, **own}, script)
+    options, place = _options(group, spec, run, own), spec.working_directory
     flags = change(options.program)
     within = (*spec.script[:1], *flags.script[1:])
     if Path(place).is_absolute():

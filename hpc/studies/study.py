@@ -16,12 +16,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hpc.base.errors import TorchrelayError, UserError
+from hpc.base.errors import NotNowError, TorchrelayError, UserError
 from hpc.base.files import is_temporary, remove_directory
 from hpc.base.text import visible
 from hpc.commands import cli
 from hpc.programs.program_flags import ProgramFlags
 from hpc.run.rundir import RunDir
+from hpc.slurm.cancellation import cancel_run
 from hpc.status.run_view import StatusCache
 from hpc.status.summary import TERMINAL, Summary
 from hpc.studies.group import GroupDir, Spec, start_member
@@ -103,36 +104,64 @@ class Study(ABC, Generic[Spec]):
         return
 
     def step(self) -> bool:
-        """Follow the runs, and start further ones. Return whether the group is over.
+        """Follow the runs, start further ones, and write the results. Return whether the group is over.
 
-        Raises UserError if the first run cannot be submitted, or TorchrelayError if Slurm does not answer.
+        Raises:
+            UserError: the first run cannot be submitted.
+            TorchrelayError: Slurm does not answer, or further runs cannot be submitted now. The others go on.
         """
         self.cache = StatusCache()  # in an old one, a run that another process just submitted may look failed
-        running = 0
+        running, left, problem = 0, list[Member](), None
         for member in self.begun():
             run = self.group.run(member.name)
             summary = self.cache.summary(run) if run.spec.exists() else None
             if summary is None or (summary.state == "failed" and summary.job_id is None):
-                running += self._start(member)  # an earlier process was killed before it queued the job
+                left.append(member)  # an earlier process was killed before it queued the job, or Slurm refused it
             elif summary.state in TERMINAL:
                 self.end(member, run, summary)
             else:
                 self.follow(member, run, summary)
                 running += 1
-        if self.group.cancelled.exists():
-            return not running
-        while running < self.spec.parallel and (new := self.next_member()) is not None:
-            running += self._start(new)
-        self._supervise()
+        try:
+            running += self._start_further(left, running)
+        except UserError:
+            raise
+        except TorchrelayError as error:
+            problem = error
+        if not self.group.cancelled.exists():
+            self._supervise()
+        self.save_result()
+        if problem:
+            raise problem
         return not running
 
+    def _start_further(self, left: Sequence[Member], running: int) -> int:
+        """Start the members that are `left` and then new ones, until the group is cancelled. Return their number."""
+        started, cancelled = 0, self.group.cancelled
+        for member in left:
+            started += not cancelled.exists() and self._start(member)
+        while running + started < self.spec.parallel and not cancelled.exists() and (new := self.next_member()):
+            started += self._start(new)
+        return started
+
     def _start(self, member: Member) -> bool:
-        """Submit the run of a member. Return False if it is refused; for the first member, raise UserError instead."""
+        """Submit the run of a member. Return False if it is refused for its own values.
+
+        Raises:
+            UserError: the run is refused, and it would be the first.
+            TorchrelayError: the run cannot be submitted now.
+        """
         run = self.group.run(member.name)
         try:
             if start_member(self.group, self.spec, run, member.change, member.flags):
                 self.tell(f"{run.name} is submitted{member.values}")
             self.cache = StatusCache()  # the old one has a queue without the new job
+            if self.group.cancelled.exists() and cancel_run(run, self.cache.summary(run).state):
+                self.tell(f"{run.name} is cancelled")  # hpc cancel has not seen this run, which was being made
+        except NotNowError as error:
+            if not cli.all_runs(self.group.path):
+                raise
+            raise TorchrelayError(f"{run.name} waits: {error}") from error
         except UserError as error:
             if self.refuse(member, str(error)):
                 raise
@@ -184,6 +213,9 @@ def _work(
     def tell(line: str) -> None:
         print(visible(f"{time.strftime('%H:%M:%S')} {line}"), file=out, flush=True)
 
+    if group.cancelled.exists():
+        name = group.path.name
+        tell(f"{name} is cancelled and starts no runs: hpc {kind.KIND} --name {name} without --once continues it")
     made = study(group, spec, tell)
     _look_after(made, once=options.once, is_new=start is not None)
     return _show(made, as_json=options.json)
@@ -194,7 +226,8 @@ def _look_after(study: Study[Any], *, once: bool, is_new: bool) -> None:
 
     Raises:
         UserError: the first run cannot be submitted. If `is_new`, the directory is removed, unless it has a run.
-        TorchrelayError: Slurm does not answer, and `once` is set; without `once`, the study tries again.
+        TorchrelayError: Slurm does not answer, or refuses a run for now, and `once` is set; without `once`, the study
+            tries again.
     """
     group, name = study.group, study.group.path.name
     try:
@@ -217,14 +250,14 @@ def _repeat(study: Study[Any], *, once: bool) -> None:
     while not is_over:
         try:
             is_over, pause = study.step(), _POLL_SECONDS
-            study.save_result()
         except UserError:
             raise
         except (TorchrelayError, OSError) as error:
             if once:
                 raise
             is_over, pause = False, min(2 * pause, _MOST_POLL_SECONDS)
-            print(f"hpc {study.group.KIND}: next check in {pause:.0f} s: {error}", file=sys.stderr, flush=True)
+            problem = f"hpc {study.group.KIND}: next check in {pause:.0f} s: {error}"
+            print(visible(problem), file=sys.stderr, flush=True)
         if once:
             return
         if not is_over:

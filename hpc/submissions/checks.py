@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpc.base.errors import UserError
+from hpc.base.errors import NotNowError, UserError
 from hpc.base.files import UNSUPPORTED, nearest_existing
 from hpc.base.kernel import file_system_type
 from hpc.run.ownership import who_may_rename
@@ -94,7 +94,7 @@ def check_runs_dir(runs_dir: Path, *, on_cluster: bool) -> None:
         raise UserError(f"--runs-dir {runs_dir}: {problem}; use a directory of your own")
     free = shutil.disk_usage(existing).free
     if free < _MIN_FREE_BYTES:
-        raise UserError(
+        raise NotNowError(
             f"--runs-dir {runs_dir}: its file system is full ({free // 2**20} MB free): free some space, or use another"
         )
     if lacks_hard_links(real):

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc.base.errors import TorchrelayError, UserError
+from hpc.base.errors import NotNowError, TorchrelayError, UserError
 from hpc.base.files import new_directory, remove_directory, write_atomic
 from hpc.base.git import is_listed_as_untracked, listed_files
 from hpc.base.text import visible
@@ -151,8 +151,8 @@ def new_run_directory(run: RunDir) -> Iterator[RunDir]:
         raise _cannot_write(run, error) from error
 
 
-def _cannot_write(run: RunDir, error: OSError) -> UserError:
-    return UserError(f"--runs-dir {run.path.parent} is not writable: {error}")
+def _cannot_write(run: RunDir, error: OSError) -> NotNowError:
+    return NotNowError(f"--runs-dir {run.path.parent} is not writable: {error}")
 
 
 def _hide_runs_from_git(run: RunDir) -> None:

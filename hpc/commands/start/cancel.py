@@ -28,11 +28,10 @@ def cancel(options: CancelOptions) -> int:
     """Cancel the runs that are not complete. Returns 1 if a run may still go on."""
     if not options.run:
         raise UserError("no run is named: type hpc cancel NAME, or several names; hpc status lists them")
-    runs = cli.find_runs(options.run, options.runs_dir)
-    for run in runs:
-        check_is_own(run)
+    _own_runs(options)  # a wrong name cancels nothing
     for group in filter(None, (cli.find_group(name, options.runs_dir) for name in options.run)):
-        (group / cli.CANCELLED_GROUP).touch()  # first, because a group starts new runs in place of ended ones
+        (group / cli.CANCELLED_GROUP).touch()
+    runs = _own_runs(options)  # only now, because the groups may have started runs until now
     answers, problems = list[dict[str, str]](), list[str]()
     cache = StatusCache()
     for run in runs:
@@ -50,6 +49,14 @@ def cancel(options: CancelOptions) -> int:
     for problem in problems:
         print(f"hpc cancel: {visible(problem)}", file=sys.stderr)
     return int(bool(problems))
+
+
+def _own_runs(options: CancelOptions) -> list[RunDir]:
+    """Return the runs to cancel. Raises UserError if there is none of a name, or it is another user's."""
+    runs = cli.find_runs(options.run, options.runs_dir)
+    for run in runs:
+        check_is_own(run)
+    return runs
 
 
 def _show(run: RunDir, before: str | None, *, final: bool) -> None:
