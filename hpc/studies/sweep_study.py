@@ -4,6 +4,7 @@ All state is in Optuna's journal and the runs. A second process does no harm: on
 directory, and only one tells Optuna of a trial's end.
 """
 
+import math
 import shlex
 import warnings
 from collections.abc import Callable, Collection, Sequence
@@ -105,6 +106,8 @@ class SweepStudy(Study[SweepSpec]):
             names = {name for point in _points(run) for name in point.values}
             has = f"give --metric one of {few(sorted(names))}" if names else "call torchrelay.report in the script"
             cause = f"it has no {self.spec.metric}: {has}"
+            if self.spec.metric in names:
+                cause = f"{self.spec.metric} is never a finite number"
         self._give_up(member, TrialState.FAIL, cause)
         self.tell(f"{run.name} is {summary.state} ({cause}){member.values}")
 
@@ -157,9 +160,10 @@ class SweepStudy(Study[SweepSpec]):
         return str(self.group.run(_member(trial).name).name)
 
     def _report(self, live: optuna.Trial, run: RunDir) -> Collection[float]:
-        """Report the values of the metric that Optuna lacks. Return all values."""
-        metric = self.spec.metric
-        values = {point.step: point.values[metric] for point in _points(run) if metric in point.values}
+        """Report the finite values of the metric that Optuna lacks. Return all finite values."""
+        # A trial whose first values are NaN may become good, but Optuna would prune it, and NaN would be its best value.
+        points = [(point.step, point.values.get(self.spec.metric, math.nan)) for point in _points(run)]
+        values = {step: value for step, value in points if math.isfinite(value)}
         for step in sorted(values.keys() - self._study.get_trials(deepcopy=False)[live.number].intermediate_values):
             live.report(values[step], step)
         return values.values()

@@ -35,6 +35,16 @@ with open(metrics / "eval.jsonl", "a") as file:
         while not go.exists():
             time.sleep(0.1)
 """
+# As many bad losses as its argument says, then two good ones.
+NOT_FINITE = """
+import json, os, sys
+from pathlib import Path
+metrics = Path(os.environ["TORCHRELAY_RUN_DIR"], "metrics")
+metrics.mkdir()
+losses = [float("nan"), float("-inf"), float("inf"), 0.5, 0.4][:int(sys.argv[1])]
+lines = [json.dumps({"step": step, "split": "val", "loss": loss}) + "\\n" for step, loss in enumerate(losses)]
+(metrics / "eval.jsonl").write_text("".join(lines))
+"""
 LOCAL = ("--cluster=local", "--gpus-per-node=1", "--cpus-per-gpu=1")
 
 
@@ -42,6 +52,7 @@ LOCAL = ("--cluster=local", "--gpus-per-node=1", "--cpus-per-gpu=1")
 def site() -> Iterator[Site]:
     with site_without_slurm() as site:
         add_script(site, "scored.py", SCORED)
+        add_script(site, "not_finite.py", NOT_FINITE)
         yield site
 
 
@@ -103,6 +114,16 @@ def test_best_training_is_a_file_of_flags(site: Site, monkeypatch: pytest.Monkey
     _, again = plan(completed({"config": "runs/train/best.yaml", "name": "again"}, SubmitOptions))
     trial = RunSpec.load(RunDir(site.path / "runs/train" / found["best"]))
     assert (again.program, again.resources) == (trial.program, trial.resources)
+
+
+@pytest.mark.slow
+def test_values_that_are_not_finite_do_not_count(site: Site) -> None:
+    script = ("--", "not_finite.py", "{lines}")
+    flags = ("--param=lines=5,3", "--sampler=grid", "--metric=val/loss", "--parallel=2", *LOCAL)
+    found = sweep(site, "--name=finite", *flags, *script)
+    assert [(one["value"], one["cause"]) for one in found["trials"]] == [
+        (0.4, None), (None, "val/loss is never a finite number"),
+    ]  # fmt: skip
 
 
 @pytest.mark.slow
