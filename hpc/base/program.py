@@ -11,6 +11,7 @@ import ast
 import contextlib
 import dataclasses
 import inspect
+import io
 import itertools
 import json
 import os
@@ -390,6 +391,8 @@ def run(work: Callable[[], int], prefix: str = "error", words: Sequence[str] = (
     Prints an error after `prefix`; with --debug among the words of the command line, also its traceback, and with
     --json a document.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # paths may have bytes that are not UTF-8
     try:
         return work()
     except TorchrelayError as error:

@@ -21,7 +21,7 @@ from hpc.base import program
 from hpc.base.compat import running_trial
 from hpc.base.files import write_atomic
 from hpc.base.program import changed
-from hpc.base.text import few
+from hpc.base.text import few, visible
 from hpc.run.rundir import RunDir
 from hpc.services.tracking.tracker import Point, read_points
 from hpc.slurm.cancellation import cancel_run
@@ -123,8 +123,9 @@ class SweepStudy(Study[SweepSpec]):
         settings |= {name: value for name, value in swept.items() if name in flags}
         script = ["--", *trained.script] if trained.script else []
         command = shlex.join(["hpc", "submit", "--config", str(self.group.best), *script])
-        comment = f"# {self._name(best)} of sweep {self.group.path.name}: {self.spec.metric} {best.value:.6g}\n"
-        write_atomic(self.group.best, f"{comment}# {command}\n{yaml.safe_dump(settings, sort_keys=False)}")
+        title = f"{self._name(best)} of sweep {self.group.path.name}: {self.spec.metric} {best.value:.6g}"
+        comments = f"# {visible(title)}\n# {visible(command)}\n"
+        write_atomic(self.group.best, comments + yaml.safe_dump(settings, sort_keys=False))
 
     def results(self) -> Results:
         """Return the trials, the best one first."""

@@ -1,5 +1,8 @@
 """Words of a command line, of files and of Python become the values of a dataclass, or are refused with a reason."""
 
+import io
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -100,3 +103,10 @@ def test_what_must_be_given_is_asked_for() -> None:
 def test_flags_of_another_program_are_read_to_be_refused() -> None:
     assert program.read((submit_flags(("a.py",)), submit_flags()), ["--lr=1"], "x") == {"lr": "1"}
     assert program.read((ResumeOptions, TrainConfig), ["r", "--lr=1"], "x") == {"run": "r", "lr": "1"}
+
+
+def test_a_path_that_is_not_utf8_can_be_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="utf-8", write_through=True))
+    assert program.run(lambda: print(os.fsdecode(b"caf\xe9")) or 0) == 0
+    assert written.getvalue() == b"caf\\udce9\n"

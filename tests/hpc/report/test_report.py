@@ -344,6 +344,14 @@ def test_shared_pages_have_no_secrets(tmp_path: Path) -> None:
     assert "export HF_TOKEN=*** A=1 export B=two" in both
 
 
+def test_names_that_are_not_utf8_are_escaped(tmp_path: Path) -> None:
+    here = tmp_path / os.fsdecode(b"caf\xe9")
+    spec = script_spec("my.py", os.fsdecode(b"--x=\xe9"), name="own", cluster="local")
+    runs = [running_run(here / name, spec=replace(spec, name=name)) for name in ("own", "other")]
+    assert r"--x=\udce9" in report(runs[0].path).html
+    assert report(*(run.path for run in runs)).path == here / "report/index.html"
+
+
 @pytest.mark.parametrize(
     "file",
     ["spec.json", "metrics/train.jsonl", "metrics/eval.jsonl", "events/agent.jsonl", "final/result.json",

@@ -1,6 +1,7 @@
 """`hpc sweep` without Slurm: trials are ordinary runs, and the controller may die at any moment."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from support.cluster import SHORT_LOCAL_CONSTANT_LR, Site, add_script, refused, site_without_slurm
 from support.environments import SITE
 
+from hpc.base.flag_files import read_settings
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.studies.sweep_spec import SweepDir
@@ -117,13 +119,16 @@ def test_best_training_is_a_file_of_flags(site: Site, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-def test_values_that_are_not_finite_do_not_count(site: Site) -> None:
-    script = ("--", "not_finite.py", "{lines}")
+def test_values_that_are_not_finite_do_not_count_and_words_that_are_not_utf8_are_escaped(site: Site) -> None:
+    script = ("--", "not_finite.py", "{lines}", os.fsdecode(b"caf\xe9\nau lait"))
     flags = ("--param=lines=5,3", "--sampler=grid", "--metric=val/loss", "--parallel=2", *LOCAL)
     found = sweep(site, "--name=finite", *flags, *script)
     assert [(one["value"], one["cause"]) for one in found["trials"]] == [
         (0.4, None), (None, "val/loss is never a finite number"),
     ]  # fmt: skip
+    best = site.path / "runs/finite/best.yaml"
+    assert best.read_text(encoding="utf-8").splitlines()[1].endswith(r"-- not_finite.py 5 'caf\udce9\nau lait'")
+    assert read_settings("--config", best, None)["cluster"] == "local"
 
 
 @pytest.mark.slow
