@@ -29,6 +29,7 @@ from typing import NoReturn  # noqa: E402
 from hpc.base import program  # noqa: E402
 from hpc.base.environment import FAULT  # noqa: E402
 from hpc.base.errors import TorchrelayError, UserError  # noqa: E402
+from hpc.base.files import expanded  # noqa: E402
 from hpc.run.nodedir import NodeDir  # noqa: E402
 from hpc.run.rundir import RunDir  # noqa: E402
 from training.config.command_line import TrainOptions, parse_flags, rank_options  # noqa: E402
@@ -81,7 +82,7 @@ def _train(options: RankOptions, rank: RankInfo) -> int:
     fault = parse_fault(options.fault or os.environ.get(FAULT, ""))
     if rank.restarts and not fault.always:
         fault = NO_FAULT  # after the fault, torchrun restarts the ranks with the same flags
-    run_dir = RunDir(options.run_dir.expanduser().absolute())
+    run_dir = RunDir(expanded(options.run_dir).absolute())
     context = RunContext(
         config=options.train,
         run_dir=run_dir,

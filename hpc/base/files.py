@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hpc.base.errors import UserError
+
 DEV_SHM = Path("/dev/shm")  # noqa: S108 - the directories below it are private
 
 # Bytes to read from the end of a log for its last record: few at first, more if the record is not among them.
@@ -71,6 +73,18 @@ def refresh_nfs_cache(directory: Path) -> None:
     again (nfs_lookup_verify_inode in Linux' fs/nfs/dir.c). Listing a directory opens it, too.
     """
     os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY))
+
+
+def expanded(typed: str | Path) -> Path:
+    """Return a path that a user typed, with the home directory in place of `~` or `~NAME`.
+
+    Raises UserError if that user does not exist.
+    """
+    try:
+        return Path(typed).expanduser()
+    except RuntimeError as error:
+        name = Path(typed).parts[0]
+        raise UserError(f"{typed}: there is no home directory {name}: write the whole path") from error
 
 
 def nearest_existing(path: Path) -> Path:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hpc.base.environment import RUN_DIR
+from hpc.base.files import expanded
 
 # Positions of fields after the process name in /proc/PID/stat. proc(5) gives the first of them the number 3.
 _STATE, _USER_TIME, _START_TIME, _ARGUMENTS_BEGIN, _ARGUMENTS_END = 3 - 3, 14 - 3, 22 - 3, 48 - 3, 49 - 3
@@ -247,7 +248,7 @@ def _lines(name: str) -> list[str]:
 
 def file_system_type(path: Path) -> str | None:
     """Return the file system type of a path, which need not exist; None if unknown."""
-    return mounted_type(_lines("mounts"), path.expanduser().resolve())
+    return mounted_type(_lines("mounts"), expanded(path).resolve())
 
 
 def mounted_type(mounts: Sequence[str], path: Path) -> str | None:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from hpc.base import program
 from hpc.base.errors import UserError
+from hpc.base.files import expanded
 from hpc.base.flag_files import merge_defaults, read_defaults
 from hpc.base.flags import POSITIONAL, Flag
 from hpc.base.text import similar
@@ -104,7 +105,7 @@ def print_next(run: RunDir, *verbs: str) -> None:
 
 def find_run(run: str, runs_dir: Path) -> RunDir:
     """Return the run with this path, or this name in `runs_dir` or in a group. Raises UserError if there is none."""
-    for path in (Path(run).expanduser(), runs_dir.expanduser() / run):
+    for path in (expanded(run), expanded(runs_dir) / run):
         if (path / "spec.json").is_file():
             return RunDir(path.resolve())
     known = {one.name: one for one in all_runs(runs_dir)}
@@ -127,7 +128,7 @@ def find_runs(names: Sequence[str], runs_dir: Path) -> list[RunDir]:
 
 def find_group(name: str, runs_dir: Path) -> Path | None:
     """Return the directory of the sweep or scaling study of this name; None if there is none."""
-    paths = (Path(name).expanduser(), runs_dir.expanduser() / name)
+    paths = (expanded(name), expanded(runs_dir) / name)
     return next((path.resolve() for path in paths if _is_group(path)), None)
 
 
@@ -149,7 +150,7 @@ def all_runs(runs_dir: Path) -> list[RunDir]:
 
 def _dated_runs(runs_dir: Path) -> Iterator[tuple[float, Path]]:
     """Yield the time at which each run was submitted, and its directory."""
-    directory = runs_dir.expanduser().resolve()
+    directory = expanded(runs_dir).resolve()
     if not directory.is_dir():
         return
     # Other users' runs in a shared directory may be unreadable. A hidden directory may be a run that is being made or

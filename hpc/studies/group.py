@@ -11,7 +11,7 @@ import msgspec
 
 from hpc.base import program
 from hpc.base.errors import NotNowError, TorchrelayError, UserError
-from hpc.base.files import new_directory, write_json
+from hpc.base.files import expanded, new_directory, write_json
 from hpc.base.program import changed
 from hpc.commands import cli
 from hpc.programs.program_flags import ProgramFlags
@@ -80,7 +80,7 @@ class GroupDir(Generic[Spec]):
                 f"the {cls.TITLE} has no name: add --name NAME; later, hpc {cls.KIND} --name NAME continues it"
             )
         check_run_name(name)
-        return cls(runs_dir.expanduser().resolve() / name)
+        return cls(expanded(runs_dir).resolve() / name)
 
     @property
     def spec_file(self) -> Path:

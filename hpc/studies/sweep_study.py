@@ -162,7 +162,7 @@ class SweepStudy(Study[SweepSpec]):
 
     def _report(self, live: optuna.Trial, run: RunDir) -> Collection[float]:
         """Report the finite values of the metric that Optuna lacks. Return all finite values."""
-        # A trial whose first values are NaN may become good, but Optuna would prune it, and NaN would be its best value.
+        # A trial whose first value is NaN may become good, but Optuna would prune it, and NaN would be its best value.
         points = [(point.step, point.values.get(self.spec.metric, math.nan)) for point in _points(run)]
         values = {step: value for step, value in points if math.isfinite(value)}
         for step in sorted(values.keys() - self._study.get_trials(deepcopy=False)[live.number].intermediate_values):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpc.base.errors import NotNowError, UserError
-from hpc.base.files import UNSUPPORTED, nearest_existing
+from hpc.base.files import UNSUPPORTED, expanded, nearest_existing
 from hpc.base.kernel import file_system_type
 from hpc.run.ownership import who_may_rename
 from hpc.run.spec import Cluster, RunSpec
@@ -81,8 +81,8 @@ def check_recovery(spec: RunSpec) -> None:
 def check_runs_dir(runs_dir: Path, *, on_cluster: bool) -> None:
     """Refuse a runs directory that nodes cannot see, that others may change, or whose storage cannot hold a run."""
     if on_cluster:
-        check_is_shared("--runs-dir", runs_dir.expanduser())
-    real = runs_dir.expanduser().resolve()
+        check_is_shared("--runs-dir", expanded(runs_dir))
+    real = expanded(runs_dir).resolve()
     if any(character in str(real) for character in "%\\\n"):
         raise UserError(f"--runs-dir {str(runs_dir)!r}: Slurm replaces % and \\ in file names; use another path")
     existing = nearest_existing(real)

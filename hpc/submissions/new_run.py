@@ -239,7 +239,8 @@ def show(new: NewRun, options: SubmitOptions) -> int:
         show_dry_run(new, as_json=options.json)
         return 0
     if not options.json:
-        print(*options.program.announcement(), _first_line(new), *(f"  {line}" for line in _places(new)), sep="\n")
+        announcement = options.program.announcement() if options.program else []  # an evaluation trains nothing
+        print(*announcement, _first_line(new), *(f"  {line}" for line in _places(new)), sep="\n")
         sys.stdout.flush()
     if options.wait:
         from hpc.status.printing import wait_for_end  # noqa: PLC0415 - loads rich, which only this needs

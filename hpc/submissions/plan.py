@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpc.base.errors import TorchrelayError, UserError
+from hpc.base.files import expanded
 from hpc.base.text import visible
 from hpc.commands import cli
 from hpc.run.nodedir import check_stage_dir
@@ -53,7 +54,7 @@ def plan(options: SubmitOptions) -> tuple[RunDir, RunSpec]:
     # With --device auto, GPUs that were requested but cannot exist (a testbed, no driver) leave the ranks on CPUs.
     has_gpus = device == "cuda" or (device == "auto" and not resources.gpus_per_node.count)
     options.program.check_ranks(resources.nodes.most * resources.ranks_per_node, has_gpus=has_gpus)
-    runs_dir = options.runs_dir.expanduser().resolve()
+    runs_dir = expanded(options.runs_dir).resolve()
     name = options.name or _free_name(runs_dir, resolved.name)
     run = RunDir(runs_dir / name)
     if os.path.lexists(run.path):

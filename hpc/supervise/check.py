@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 from hpc.base.errors import TorchrelayError, UserError
-from hpc.base.files import modified, storage_time
+from hpc.base.files import expanded, modified, storage_time
 from hpc.base.flags import Flag
 from hpc.base.text import visible
 from hpc.base.units import Duration
@@ -77,7 +77,7 @@ def _decisions(options: SuperviseOptions) -> list[tuple[RunObservation, Decision
 def _observed(runs_dir: Path) -> list[RunObservation]:
     """Return observations of this user's Slurm runs in a directory. Damaged runs and other users' runs are skipped."""
     jobs = jobs_by_script(squeue.jobs().values())
-    storage_now = storage_time(runs_dir.expanduser())
+    storage_now = storage_time(expanded(runs_dir))
 
     def observe_own(run: RunDir) -> RunObservation | None:
         check_is_own(run)

@@ -126,3 +126,21 @@ def test_unknown_command_is_answered_with_the_nearest(typed: str, hint: str, tmp
     done = type_hpc(tmp_path, typed)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"hpc: there is no command {typed!r}: {hint}\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["status", "~nobody-here/x"], ["status", "--runs-dir=~nobody-here/x"], ["cancel", "~nobody-here/x"]),
+        ["submit", "--cluster=local", "--data=~nobody-here/x"],
+        ["submit", "--cluster=local", "--data=digits", "--weights=~nobody-here/x.pt"],
+        ["submit", "--cluster=local", "--python=~nobody-here/x", "--", "script.py"],
+        ["scaling", "--name=x", "--runs-dir=~nobody-here/x"],
+    ],
+    ids=" ".join,
+)
+def test_home_directory_of_an_unknown_user_is_answered_in_one_line(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "script.py").touch()
+    done = hpc(*words, cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "there is no home directory ~nobody-here: write the whole path" in done.stderr

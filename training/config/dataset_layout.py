@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from hpc.base.errors import UserError, pip_install
+from hpc.base.files import expanded
 from hpc.base.text import few, file_name
 from training.config.packed_index import INDEX, check_files, read_index
 
@@ -134,7 +135,7 @@ def resolve_data(name: str) -> Path:
     if name == DIGITS:
         return _digits_directory()
     if name != FASHION_MNIST:
-        return Path(name).expanduser().absolute()
+        return expanded(name).absolute()
     if not FASHION_MNIST_DIRECTORY.is_dir():
         raise UserError(
             f"--data is {FASHION_MNIST}, but {FASHION_MNIST_DIRECTORY} does not exist: "

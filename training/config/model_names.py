@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from hpc.base.errors import UserError, need_package, pip_install
-from hpc.base.files import sha256_of
+from hpc.base.files import expanded, sha256_of
 from hpc.base.text import did_you_mean
 
 SMALL_CNN = "small-cnn"
@@ -61,7 +61,7 @@ def resolve_weights(model: str, weights: str) -> Path:
     Raises UserError if the file does not exist or is damaged. The message says how to get it.
     """
     if "/" in weights or weights.endswith((".safetensors", ".pth", ".pt")):
-        path = Path(weights).expanduser().absolute()
+        path = expanded(weights).absolute()
         if not path.is_file():
             raise UserError(
                 f"--weights is {weights}, which does not exist: give a file, or a name of torchvision's weights"
@@ -90,8 +90,8 @@ def resolve_weights(model: str, weights: str) -> Path:
 
 def cache_directory() -> Path:
     """Return the directory into which torch.hub downloads weights."""
-    caches = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
-    home = Path(os.environ.get("TORCH_HOME", caches / "torch")).expanduser()
+    caches = expanded(os.environ.get("XDG_CACHE_HOME", "~/.cache"))
+    home = expanded(os.environ.get("TORCH_HOME", caches / "torch"))
     return home / "hub" / "checkpoints"
 
 

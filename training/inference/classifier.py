@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hpc.base.errors import UserError
+from hpc.base.files import expanded
 from hpc.run.rundir import MODEL_CARD, MODEL_WEIGHTS, RunDir
 from training.inference.model_card import ModelCard, read_card
 from training.models.factory import Preprocess, autocast, build_model, first_line
@@ -47,7 +48,7 @@ class Classifier(nn.Module):
 
 def find_model(name: str) -> Path:
     """Return a model's directory: the given one, `final/` of a run, or its `best/`. Raises UserError if none is."""
-    path = Path(name).expanduser()
+    path = expanded(name)
     run = RunDir(path if path.exists() or path.is_absolute() else Path("runs") / path)
     for directory in (run.path, run.final, run.best):
         if (directory / MODEL_CARD).is_file():

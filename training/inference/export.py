@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hpc.base import program
 from hpc.base.errors import TorchrelayError, UserError
-from hpc.base.files import write_atomic
+from hpc.base.files import expanded, write_atomic
 from hpc.base.flags import Flag
 from training.inference.classifier import Classifier, find_model, load_classifier
 from training.inference.exported_model import FORMATS, Classify, require_packages
@@ -55,7 +55,7 @@ def export(options: ExportOptions) -> str:
     differ, or the file cannot be written.
     """
     kind = FORMATS.get(options.format)
-    output = options.output.expanduser()
+    output = expanded(options.output)
     if kind is None:
         raise UserError(f"--format is {options.format!r}: use one of {', '.join(FORMATS)}")
     require_packages(kind)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hpc.base import program
 from hpc.base.errors import UserError
+from hpc.base.files import expanded
 from hpc.base.flags import Flag
 from hpc.base.text import csv_cell, file_name, visible
 from training.config.dataset_layout import is_ignored, is_image
@@ -132,7 +133,7 @@ def find_images(paths: Sequence[Path]) -> Iterator[Path]:
 
 def load(model: str) -> tuple[ModelCard, Classify]:
     """Return card and model of a run or an exported file. Raises UserError if it cannot be loaded."""
-    path = Path(model).expanduser()
+    path = expanded(model)
     if not path.is_file():
         classifier = load_classifier(find_model(model))
         classifier.to("cuda" if torch.cuda.is_available() else "cpu")

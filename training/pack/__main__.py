@@ -24,7 +24,7 @@ import numpy as np
 
 from hpc.base import program
 from hpc.base.errors import TorchrelayError, UserError
-from hpc.base.files import fsync_directory, write_atomic
+from hpc.base.files import expanded, fsync_directory, write_atomic
 from hpc.base.flags import Flag
 from hpc.base.text import visible
 from hpc.run.nodedir import open_lock, try_lock
@@ -140,7 +140,7 @@ def pack(options: PackOptions, workers: int) -> None:
     Raises UserError if SRC is not an image folder or has changed, DST holds something else, or the disk is too small;
     or TorchrelayError if another process packs into DST, or the disk is full.
     """
-    src, dst = (Path(os.path.abspath(path.expanduser())) for path in (options.src, options.dst))  # noqa: PTH100
+    src, dst = (Path(os.path.abspath(expanded(path))) for path in (options.src, options.dst))  # noqa: PTH100
     src = find_data(src)  # an archive may have a directory around the data
     index, tables = list_images(src, dst, options.size)
     images = sum(part.images for part in index.parts)

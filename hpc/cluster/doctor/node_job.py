@@ -11,7 +11,7 @@ from typing import Annotated
 
 import msgspec
 
-from hpc.base.files import nearest_existing
+from hpc.base.files import expanded, nearest_existing
 from hpc.base.flags import Flag
 from hpc.base.node_info import NodeInfo
 from hpc.base.units import NodeRange, TimeLimit
@@ -58,7 +58,7 @@ def probe_nodes(options: NodeOptions, partition: str) -> tuple[Resources, list[N
         file=sys.stderr,
     )
     # The job's directory is made next to the runs, so a node that sees the runs also sees this directory.
-    existing = nearest_existing(options.runs_dir.expanduser().resolve())
+    existing = nearest_existing(expanded(options.runs_dir).resolve())
     with tempfile.TemporaryDirectory(prefix=".doctor-", dir=existing, ignore_cleanup_errors=True) as shared:
         probe = (
             "jobs.node_probe", shared, str(options.stage_dir), str(resources.gpus_per_node.count),

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from hpc.base import node_info, program
 from hpc.base.errors import TorchrelayError, UserError
-from hpc.base.files import DEV_SHM
+from hpc.base.files import DEV_SHM, expanded
 from hpc.base.kernel import file_system_type
 from hpc.base.node_info import NodeInfo
 from hpc.base.text import visible
@@ -108,7 +108,7 @@ def examine_nodes(options: DoctorOptions, partition: str) -> list[Finding]:
 
 def inspect_login(options: DoctorOptions, nodes: Sequence[NodeInfo] = ()) -> LoginNode:
     """Describe the login node. `nodes` are the compute nodes that were inspected."""
-    real = options.runs_dir.expanduser().resolve()
+    real = expanded(options.runs_dir).resolve()
     found = user_environment.find_python()
     python = options.python or (found.path if found else None)
     without_links = False

@@ -24,7 +24,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from hpc.base.errors import TorchrelayError, UserError
-from hpc.base.files import is_temporary, remove_abandoned, storage_time
+from hpc.base.files import expanded, is_temporary, remove_abandoned, storage_time
 from hpc.base.flags import Flag
 from hpc.base.text import visible
 from hpc.base.units import Duration
@@ -116,7 +116,7 @@ def _chosen(options: CleanOptions) -> list[Holding]:
     wanted = set(options.state.split(","))
     if wanted - TERMINAL:
         raise UserError(f"--state is {options.state!r}: use one or several of {','.join(sorted(TERMINAL))}")
-    oldest = storage_time(options.runs_dir.expanduser()) - options.older_than.seconds
+    oldest = storage_time(expanded(options.runs_dir)) - options.older_than.seconds
     runs = [cli.find_own_run(name, options.runs_dir) for name in options.run] or cli.all_runs(options.runs_dir)
     states, jobs = _states(runs)
     found = list[Holding]()
@@ -188,7 +188,7 @@ def _remove(options: CleanOptions, found: Sequence[Holding]) -> dict[str, str]:
     Returns a sentence for each run that stays, by its directory.
     """
     problems, runs = dict[str, str](), {one: RunDir(Path(one.run_dir)) for one in found}
-    places = {options.runs_dir.expanduser().resolve(), *(run.path.parent for run in runs.values())}
+    places = {expanded(options.runs_dir).resolve(), *(run.path.parent for run in runs.values())}
     for place in {*places, *(run.path for run in runs.values())}:
         remove_abandoned(place, ".*", _is_abandoned)
     for one, run in runs.items():

@@ -20,7 +20,7 @@ from torchrelay.checkpoint_files import STATE_VALUES, checkpoint_path, find_dama
 
 from hpc.base import program
 from hpc.base.errors import UserError, need_classifier
-from hpc.base.files import link_files
+from hpc.base.files import expanded, link_files
 from hpc.base.flags import INTERNAL, POSITIONAL, Flag
 from hpc.base.text import few
 from hpc.commands import cli
@@ -158,7 +158,7 @@ def _free_name(options: EvaluateOptions, run: RunDir) -> str:
     """Return a name such as `evaluate-first-best`, with a number at its end if the name is taken."""
     first = f"evaluate-{run.name}-{options.checkpoint}"
     names = chain([first], (f"{first}-{number}" for number in count(2)))
-    return next(name for name in names if not os.path.lexists(options.runs_dir.expanduser() / name))
+    return next(name for name in names if not os.path.lexists(expanded(options.runs_dir) / name))
 
 
 def find_model(run: RunDir, checkpoint: str) -> list[Path]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 from hpc.base.errors import UserError
-from hpc.base.files import write_atomic
+from hpc.base.files import expanded, write_atomic
 from hpc.commands import cli
 from hpc.report.gather import csv_tables, gather
 from hpc.report.page import comparison_page, run_page
@@ -50,7 +50,7 @@ def page_path(runs: Sequence[RunDir], output: Path | None = None) -> Path:
         except UserError as error:
             raise UserError(f"{error}: use --output DIR") from error
     directory = runs[0].report.parent if len(runs) == 1 else runs[0].path.parent / "report"
-    path = (output.expanduser().resolve() if output else directory) / "index.html"
+    path = (expanded(output).resolve() if output else directory) / "index.html"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

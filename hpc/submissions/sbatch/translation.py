@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc.base.errors import UserError
+from hpc.base.files import expanded
 from hpc.base.text import did_you_mean
 from hpc.submissions.sbatch.batch_options import (
     Layout,
@@ -231,7 +232,7 @@ def find_python(setup: Sequence[SetupLine], program: str, directory: Path) -> tu
     Runs the lines that may choose one, in Bash, as the job would.
     """
     if "/" in program:
-        return _interpreter(directory / Path(program).expanduser()), []
+        return _interpreter(directory / expanded(program)), []
     lines = [line for line in setup if _CHOOSES.match(line.text) or _ASSIGNS.fullmatch(line.text)]
     if not any(_CHOOSES.match(line.text) for line in lines):
         return None, []

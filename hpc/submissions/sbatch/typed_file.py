@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from hpc.base.errors import UserError
+from hpc.base.files import expanded
 from hpc.base.flag_files import overlay
 from hpc.base.flags import Flag
 from hpc.base.text import visible
@@ -77,7 +78,7 @@ def _further_flags(translation: "Translation", typed: dict[str, Any], here: Path
     from hpc.submissions.sbatch.translation import find_python  # noqa: PLC0415
 
     flags, warnings = dict[str, str](), list[str]()
-    if translation.directory != here and not (runs_dir := cli.runs_dir(typed).expanduser()).is_absolute():
+    if translation.directory != here and not (runs_dir := expanded(cli.runs_dir(typed))).is_absolute():
         flags["runs-dir"] = str(here / runs_dir)
         typed.pop("runs-dir", None)
     if translation.launch.container is None and not typed.keys() & {"python", "container", "stage-env"}:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from hpc.base import container
 from hpc.base.errors import UserError
+from hpc.base.files import expanded
 from hpc.base.node_info import TorchBuild, parse_torch_version
 from hpc.submissions.checks import check_is_shared
 
@@ -147,7 +148,7 @@ def _find_image(given: str, *, on_cluster: bool) -> Path:
             f"--container is {given}, which every node would have to download: type apptainer pull image.sif {given}, "
             "and use --container image.sif"
         )
-    path = Path(given).expanduser().absolute()
+    path = expanded(given).absolute()
     if not path.exists():
         raise UserError(f"--container is {given}, which does not exist: give the path of an Apptainer image")
     if on_cluster:
@@ -201,7 +202,7 @@ def _check_answers(flag: str, program: Sequence[str], setup: Sequence[str], seco
 def _executable(given: Path, flag: str, advice: str) -> Path:
     # A venv's interpreter is a link. It is not resolved, because the interpreter finds the venv relative to the link.
     # Links to the interpreter's directory are resolved, because they may be missing on other nodes.
-    path = given.expanduser().absolute()
+    path = expanded(given).absolute()
     path = path.parent.resolve() / path.name
     if path.is_dir():
         raise UserError(f"{flag} is {given}, which is a directory: use its interpreter, such as {given}/bin/python")

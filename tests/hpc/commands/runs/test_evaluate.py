@@ -103,9 +103,10 @@ def test_wrong_command_lines_of_an_evaluation(site: Site, source: Run, arguments
     assert sorted(path.name for path in source.directory.path.parent.iterdir()) == before
 
 
-@pytest.mark.slow
 def test_an_evaluation_has_a_report_and_is_not_evaluated_forked_or_resumed(site: Site, source: Run) -> None:
-    once, _ = evaluate(site, "source", "--name=once")
+    done = site.hpc("evaluate", "source", "--name=once", "--wait")
+    assert done.stdout.startswith("started run once on this machine"), done.stdout + done.stderr
+    once = RunDir(source.directory.path.with_name("once"))
     assert site.hpc("report", "once").returncode == 0
     page = once.report.read_text()
     for part in (str(source.directory.path), "of the part ", "Confusion matrix", "--checkpoint=best"):
