@@ -136,8 +136,8 @@ def last_step(run: RunDir, attempt: int | None = None) -> int | None:
     A script may write this file: return None if its last line has no whole number as a step.
     """
     last = last_json_line(run.train_metrics) or {}
-    step = last.get("step")
-    return step if type(step) is int and attempt in {None, last.get("attempt", attempt)} else None
+    step, is_of_attempt = last.get("step"), attempt is None or last.get("attempt", attempt) == attempt
+    return step if type(step) is int and is_of_attempt else None
 
 
 def handover_deadline(claim: Handover | None) -> float:

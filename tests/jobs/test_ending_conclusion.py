@@ -140,12 +140,13 @@ def test_node_that_saves_its_snapshot_has_more_than_a_minute(
         (None, 25, {"step": 5, "attempt": 1}, 25),
         (None, 25, {"step": 31}, 31),  # a script that writes the file itself
         (None, 25, {"step": 31, "attempt": 0}, 25),
+        (None, 25, {"step": 31, "attempt": [1]}, 25),
         (0, 3, {"step": 2, "attempt": 1}, 0),
         (None, 0, {}, 0),
     ],
 )
 def test_last_step_is_the_furthest_of_this_attempt_that_is_known(
-    ended: EndedAttemptMaker, failed_step: int | None, coordinator: int, metrics: dict[str, int], found: int
+    ended: EndedAttemptMaker, failed_step: int | None, coordinator: int, metrics: dict[str, object], found: int
 ) -> None:
     failed = ended(**TRAINING)
     failed.fails(step=failed_step)
