@@ -79,7 +79,7 @@ def refuse_if_complete(run: RunDir, allocation: NodeAllocation) -> bool:
     """
     if run.final_result.exists():
         advice = f"to train longer, type {_resume(run)} --epochs N"
-    elif allocation.is_first and History.load(run).is_complete:
+    elif allocation.is_first and History(ledger.read_without_other_nodes(run.events)).is_complete:
         advice = "to run its script again, submit it under a new name"
     else:
         return False
