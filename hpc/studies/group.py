@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 from contextlib import chdir
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
@@ -179,14 +179,21 @@ def options_of(spec: GroupSpec) -> SubmitOptions:
     return build(submit_flags(spec.script), spec.settings, spec.script)
 
 
-def start_member(
-    group: GroupDir[Any],
-    spec: GroupSpec,
-    run: RunDir,
-    change: Callable[[ProgramFlags], ProgramFlags],
-    flags: Mapping[str, Any],
-) -> bool:
-    """Submit a run of a group with its own `flags` of the launcher, after a change of the program's flags.
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """A run of a group, by what it differs in."""
+
+    name: str
+    change: Callable[[ProgramFlags], ProgramFlags]
+    """Changes the flags of the program."""
+    flags: Mapping[str, str] = field(default_factory=dict)
+    """Flags of the launcher without dashes."""
+    values: str = ""
+    """The values that the run differs in, such as ` with lr=0.1`, where its name does not say them."""
+
+
+def start_member(group: GroupDir[Any], spec: GroupSpec, member: Member) -> bool:
+    """Submit a run of a group.
 
     If an earlier submission of the run was killed, resume it unchanged. Return False if another process submitted it.
 
@@ -196,7 +203,8 @@ def start_member(
         TorchrelayError: Slurm does not answer, another process is about to submit the run, or the directory in which
             the group was started is missing.
     """
-    is_made, place = run.spec.exists(), Path(spec.started_in or ".")
+    run, place = group.run(member.name), Path(spec.started_in or ".")
+    is_made = run.spec.exists()
     if not place.is_dir():
         raise TorchrelayError(
             f"{run.name} waits: the {group.TITLE} was started in {place}, which is missing: make it again, or a link"
@@ -206,19 +214,19 @@ def start_member(
             if is_made:
                 resume_run(resumed({"run": str(run.path)}))
             else:
-                _submit_member(group, spec, run, change, flags)
+                _submit_member(group, spec, run, member)
         except UserError as error:
             # After a refusal by Slurm, the run would have no job or, if new, no spec: another process has submitted it.
             if History.load(run).last_job_id if is_made else run.spec.exists():
                 return False
             if is_made:
                 raise
-            kind = UserError if _is_own(group, spec, run, flags, error) else NotNowError
+            kind = UserError if _is_own(group, spec, run, member, error) else NotNowError
             raise kind(str(error)) from error
     return True
 
 
-def _is_own(group: GroupDir[Any], spec: GroupSpec, run: RunDir, own: Mapping[str, Any], error: UserError) -> bool:
+def _is_own(group: GroupDir[Any], spec: GroupSpec, run: RunDir, member: Member, error: UserError) -> bool:
     """Return whether a new run is refused for its own flags and values, and not for what the group has in common."""
     try:
         plan(_options(group, spec, run))
@@ -227,7 +235,7 @@ def _is_own(group: GroupDir[Any], spec: GroupSpec, run: RunDir, own: Mapping[str
     except UserError as other:
         return str(other) != str(error)
     # sbatch may refuse a size of a scaling study for its nodes, but no trial of a sweep for its values.
-    return bool(own) or not isinstance(error, NotNowError)
+    return bool(member.flags) or not isinstance(error, NotNowError)
 
 
 def _options(group: GroupDir[Any], spec: GroupSpec, run: RunDir, own: Mapping[str, Any] | None = None) -> SubmitOptions:
@@ -240,15 +248,9 @@ def _options(group: GroupDir[Any], spec: GroupSpec, run: RunDir, own: Mapping[st
     return build(submit_flags(script), {**spec.settings, **flags}, script)
 
 
-def _submit_member(
-    group: GroupDir[Any],
-    spec: GroupSpec,
-    run: RunDir,
-    change: Callable[[ProgramFlags], ProgramFlags],
-    own: Mapping[str, Any],
-) -> None:
-    options, place = _options(group, spec, run, own), spec.working_directory
-    flags = change(options.program)
+def _submit_member(group: GroupDir[Any], spec: GroupSpec, run: RunDir, member: Member) -> None:
+    options, place = _options(group, spec, run, member.flags), spec.working_directory
+    flags = member.change(options.program)
     within = (*spec.script[:1], *flags.script[1:])
     if Path(place).is_absolute():
         code = find_code(Path(place), within, elsewhere=True, in_place=True)

@@ -17,8 +17,8 @@ from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.slurm.cancellation import cancel_run
 from hpc.status.summary import Summary
-from hpc.studies.group import GroupDir, GroupSpec
-from hpc.studies.study import Member, Results, Study
+from hpc.studies.group import GroupDir, GroupSpec, Member
+from hpc.studies.study import Results, Study
 
 Mode = Literal["weak", "strong"]
 _NOT_MEASURED = (

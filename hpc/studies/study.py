@@ -8,7 +8,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic
 
@@ -20,12 +20,11 @@ from hpc.base.errors import NotNowError, TorchrelayError, UserError
 from hpc.base.files import is_temporary, remove_directory
 from hpc.base.text import visible
 from hpc.commands import cli
-from hpc.programs.program_flags import ProgramFlags
 from hpc.run.rundir import RunDir
 from hpc.slurm.cancellation import cancel_run
 from hpc.status.run_view import StatusCache
 from hpc.status.summary import TERMINAL, Summary
-from hpc.studies.group import GroupDir, Spec, start_member
+from hpc.studies.group import GroupDir, Member, Spec, start_member
 from hpc.submissions.options import SubmitOptions, run_verb, split_script
 from hpc.submissions.sbatch.sbatch_advice import explain
 from hpc.supervise.check import SuperviseOptions, check_runs
@@ -40,19 +39,6 @@ class ContinueOptions(cli.RunsOptions):
     name: str | None = None
     parallel: int | None = None
     once: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Member:
-    """A run of a group, by what it differs in."""
-
-    name: str
-    change: Callable[[ProgramFlags], ProgramFlags]
-    """Changes the flags of the program."""
-    flags: Mapping[str, str] = field(default_factory=dict)
-    """Flags of the launcher without dashes."""
-    values: str = ""
-    """The values that the run differs in, such as ` with lr=0.1`, where its name does not say them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +139,7 @@ class Study(ABC, Generic[Spec]):
         """
         run = self.group.run(member.name)
         try:
-            if start_member(self.group, self.spec, run, member.change, member.flags):
+            if start_member(self.group, self.spec, member):
                 self.tell(f"{run.name} is submitted{member.values}")
             self.cache = StatusCache()  # the old one has a queue without the new job
             if self.group.cancelled.exists() and cancel_run(run, self.cache.summary(run).state):

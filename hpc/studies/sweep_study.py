@@ -26,8 +26,8 @@ from hpc.run.rundir import RunDir
 from hpc.services.tracking.tracker import Point, read_points
 from hpc.slurm.cancellation import cancel_run
 from hpc.status.summary import Summary
-from hpc.studies.group import options_of
-from hpc.studies.study import Member, Results, Study
+from hpc.studies.group import Member, options_of
+from hpc.studies.study import Results, Study
 from hpc.studies.sweep_spec import SweepDir, SweepSpec, grid_of, read_space, settings_text, shown
 from hpc.submissions.options import submit_flags
 
