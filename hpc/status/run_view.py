@@ -394,7 +394,7 @@ class StatusCache:
 
     def summaries(self, runs: Sequence[RunDir]) -> list[Summary]:
         """Return one summary per run, and none for a deleted run."""
-        jobs = self._queue(runs)
+        jobs = self.queue(runs)
         # squeue lists only the user's jobs, so only the directory tells the state of another user's run.
         others = {run.path: owner for run in runs if (owner := other_owner(run.path)) is not None}
         mine = [run for run in runs if run.path not in others]
@@ -430,7 +430,7 @@ class StatusCache:
             raise TorchrelayError(f"run {run.name} was deleted: {run.spec} does not exist")
         return rows[0]
 
-    def _queue(self, runs: Sequence[RunDir]) -> Mapping[str, SlurmJob] | None:
+    def queue(self, runs: Sequence[RunDir]) -> Mapping[str, SlurmJob] | None:
         """Return the user's jobs; None if no run was submitted to Slurm, or Slurm is missing or does not answer."""
         max_age = _AWAY_SECONDS if self.problem else _QUEUE_SECONDS
         if self._queried is not None and time.monotonic() - self._queried <= max_age:

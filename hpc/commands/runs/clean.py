@@ -32,8 +32,6 @@ from hpc.commands import cli
 from hpc.run.events.history import State
 from hpc.run.ownership import check_is_own
 from hpc.run.rundir import RunDir
-from hpc.slurm import client as slurm
-from hpc.slurm import squeue
 from hpc.slurm.alive import local_jobs, slurm_jobs
 from hpc.slurm.squeue import SlurmJob
 from hpc.status.run_view import StatusCache
@@ -133,9 +131,10 @@ def _states(runs: Sequence[RunDir]) -> tuple[dict[str, State], Mapping[str, Slur
     """Return the state of each run by its directory, and the user's Slurm jobs. Raises TorchrelayError."""
     cache = StatusCache()
     states = {row.run_dir: row.state for row in cache.summaries(runs)}
+    jobs = cache.queue(runs)
     if cache.problem:
         raise TorchrelayError(f"{cache.problem}; which runs have ended is unknown: try again later")
-    return states, squeue.jobs() if any(run.script.exists() for run in runs) and slurm.is_available() else None
+    return states, jobs
 
 
 def why_it_stays(run: RunDir, state: str, jobs: Mapping[str, SlurmJob] | None) -> str:
