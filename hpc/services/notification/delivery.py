@@ -170,10 +170,10 @@ def _send(recipient: str, title: str, body: str) -> str | None:
         return type(error).__name__
     finally:
         logger.removeHandler(warnings)
-    return without_secrets("; ".join(warnings.stream.getvalue().splitlines()) or "refused", address)
+    return without_address("; ".join(warnings.stream.getvalue().splitlines()) or "refused", address)
 
 
-def without_secrets(text: str, address: str) -> str:
+def without_address(text: str, address: str) -> str:
     """Return a text without the parts of an address that may be a password: all parts except the scheme.
 
     Parts of up to three characters, such as `443`, stay: they also occur inside other words, which would be garbled.

@@ -8,7 +8,7 @@ from support.events import attempt_ended, cancelled, claimed, event, of_message,
 from hpc.run.events.history import History
 from hpc.run.events.kinds import Event
 from hpc.run.spec import Notification
-from hpc.services.notification.delivery import due_messages, without_secrets
+from hpc.services.notification.delivery import due_messages, without_address
 from hpc.services.notification.notices import Notice, notice_of
 
 RUN = Path("/shared/runs/r")
@@ -92,5 +92,5 @@ def test_only_the_supervisor_retries_and_not_at_once_or_for_ever() -> None:
 
 def test_no_part_of_an_address_is_shown() -> None:
     said = "No route to hooks.example.org: /T1A2/s%40cret refused s@cret of user"
-    shown = without_secrets(said, "json://user:s%40cret@hooks.example.org/T1A2?key=value")
+    shown = without_address(said, "json://user:s%40cret@hooks.example.org/T1A2?key=value")
     assert shown == "No route to ***: /***/*** refused *** of ***"
