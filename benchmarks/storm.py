@@ -2,15 +2,15 @@
 
     .venv/bin/python -m benchmarks.storm
 
-The training of `rivals/` takes about four minutes without failures, from the submission to the last step. About once a
+The training of `rivals/` takes about three minutes without failures, from the submission to the last step. About once a
 minute something fails: a rank is killed or stopped, a node loses its power and is back a while later, or the job is
 preempted. The times count from the submission. A failure that meets no ranks, because the training has not come back
 yet, is one less for it. Goodput is the wall time without failures over that with them. A training that is not complete
 after twice its failure-free time is given up, and its goodput is an upper bound: the failure-free time times the
 share of the steps that it has made, over the wall time.
 
-First all train without failures, at once, each on nodes of its own; then all do in the storm. No supervisor runs. Slurm
-is set as for `benchmarks/recovery`.
+First all train without failures, at once, each on nodes of its own; then all do in one storm after the other. No
+supervisor runs. Slurm is set as for `benchmarks/recovery`.
 """
 
 import random
@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +47,14 @@ class Options(RivalFlags):
 
     contenders: tuple[str, ...] = ("ours", "ft_launcher", "submitit")
     """Contenders, by their keys in `benchmarks/recovery/contenders.py`."""
-    epochs: int = 7
+    epochs: int = 5
     """Epochs of the training."""
     images: int = 10_000
     """Images of an epoch."""
     mean: float = 60.0
     """Seconds between two failures: of an exponential distribution."""
-    seed: int = 5
-    """Seed of the sequence of failures."""
+    seeds: tuple[int, ...] = (5, 6, 7)
+    """Storms, each by the seed of its sequence of failures."""
     cap: float = 2.0
     """A training is given up after so many times its failure-free time."""
 
@@ -106,6 +106,7 @@ class Storm:
 
     options: Options
     directory: Path
+    name: str = "calm"
     planned: Sequence[Planned] = ()
     reviving: list[threading.Timer] = field(default_factory=list)
     """These boot the killed nodes again."""
@@ -130,7 +131,7 @@ class Storm:
     def _train(self, key: str, cap: float) -> Result:
         """Submit, let the failures happen at their times, and wait until the training is complete or given up."""
         began = time.time()
-        name = f"{'storm' if self.planned else 'calm'}-{key}"
+        name = f"{self.name}-{key}"
         training = CONTENDERS[key].start(self.directory / name, self.workload)
         met, left = list[bool](), list(self.planned)
         while not (ended_at := _ended_at(training)) and time.time() - began < cap:
@@ -181,12 +182,13 @@ def _has_ranks(training: Training) -> bool:
     return len(alive) == NODES
 
 
-def rows_of(calm: Mapping[str, Result], storms: Mapping[str, Result], total_steps: int) -> list[Row]:
-    """Return a row for each contender."""
+def rows_of(seed: int, calm: Mapping[str, Result], storm: Mapping[str, Result], total_steps: int) -> list[Row]:
+    """Return a row for each contender in a storm."""
     found = list[Row]()
-    for key, result in storms.items():
+    for key, result in storm.items():
         goodput = calm[key].seconds / result.seconds * min(result.steps / total_steps, 1)
         found.append({
+            "storm": seed,
             "contender": result.title,
             "without_failures_s": calm[key].seconds,
             "in_the_storm_s": result.seconds,
@@ -201,9 +203,10 @@ def rows_of(calm: Mapping[str, Result], storms: Mapping[str, Result], total_step
 
 
 def measure(options: Options) -> Findings:
-    """Train without failures, all at once; then in the storm, all at once."""
+    """Train without failures, all at once; then in each storm, all at once."""
     keys = options.contenders
     rivals = versions_of(options.rivals, keys)
+    rows, details, sequences = list[Row](), dict[str, Any](), dict[str, Any]()
     with (
         tempfile.TemporaryDirectory(dir="/var/tmp", prefix="torchrelay-storm-") as made,
         failures.usual_slurm(2 * NODES * len(keys) + 4),
@@ -211,17 +214,19 @@ def measure(options: Options) -> Findings:
         calm_weather = Storm(options=options, directory=Path(made))
         steps = options.epochs * calm_weather.workload.epoch_steps
         calm = calm_weather.train_all(dict.fromkeys(keys, 30 * steps * calm_weather.workload.wait))
+        details["calm"] = {key: asdict(result) for key, result in calm.items()}
         caps = {key: options.cap * result.seconds for key, result in calm.items()}
-        planned = sequence(options.seed, options.mean, max(caps.values()))
-        say(", ".join(f"{each.at:.0f} {each.kind}" for each in planned))
-        storm = replace(calm_weather, planned=planned)
-        storms = storm.train_all(caps)
-    details = {key: {"calm": asdict(calm[key]), "storm": asdict(storms[key])} for key in storms}
-    more = {"rivals": rivals, "details": details, "sequence": [asdict(each) for each in planned]}
-    return Findings(tables={"rows": rows_of(calm, storms, steps)}, more=more)
+        for seed in options.seeds:
+            planned = sequence(seed, options.mean, max(caps.values()))
+            say(", ".join(f"{each.at:.0f} {each.kind}" for each in planned))
+            storm = Storm(options=options, directory=Path(made), name=f"storm-{seed}", planned=planned).train_all(caps)
+            rows += rows_of(seed, calm, storm, steps)
+            details[str(seed)] = {key: asdict(result) for key, result in storm.items()}
+            sequences[str(seed)] = [asdict(each) for each in planned]
+    return Findings(tables={"rows": rows}, more={"rivals": rivals, "details": details, "sequences": sequences})
 
 
 if __name__ == "__main__":
     # A rank is killed after half a minute.
-    small = {"contenders": ("ours",), "epochs": 3, "images": 10_000, "mean": 20.0, "seed": 140, "cap": 4.0}
+    small = {"contenders": ("ours",), "epochs": 3, "images": 10_000, "mean": 20.0, "seeds": (140,), "cap": 4.0}
     benchmark("storm", Options, measure, small=small, packages=("torch",))

@@ -123,6 +123,8 @@ class Contender:
     is_ours: bool = False
     restarts_in_place: bool = True
     """Whether a killed rank is replaced without a part of Slurm."""
+    needs_library: bool = False
+    """Whether the script of ours needs the rivals' Python."""
     spares: int = 0
     """Spare nodes, of ours."""
 
@@ -144,6 +146,7 @@ def _submit_ours(training: Training) -> str:
         "submit", f"--nodes={NODES}", "--gpus-per-node=1", "--cpus-per-gpu=1", "--mem=4G", "--time=4h",
         f"--data={FASHION_MNIST_DIRECTORY}", "--hang-timeout=10s", f"--runs-dir={training.directory.parent}",
         f"--name={training.name}", f"--spares={training.contender.spares}",
+        *([f"--python={training.workload.rivals}"] if training.contender.needs_library else []),
         "--", script, *training.workload.flags(training.output, "{data}"),
     )  # fmt: skip
     return str(answer["job_id"])
@@ -242,6 +245,10 @@ CONTENDERS = {
             key="unchanged", title="unchanged script", submit=_submit_ours, script="torchrun_ddp.py", is_ours=True
         ),
         Contender(key="spare", title="script with torchrelay, spare node", submit=_submit_ours, is_ours=True, spares=1),
+        Contender(
+            key="callback", title="Lightning with callback", package="lightning", submit=_submit_ours,
+            script="lightning_callback_ddp.py", is_ours=True, needs_library=True,
+        ),
         Contender(key="plain", title="srun torchrun", submit=_submit_torchrun),
         Contender(key="submitit", title="submitit + torchrun", package="submitit", submit=_submit_submitit),
         Contender(

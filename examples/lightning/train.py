@@ -2,9 +2,9 @@
 
 hpc submit --nodes 2 --gpus-per-node 4 --python ENV/bin/python -- examples/lightning/train.py --nodes 2
 
-A preemption or the time limit costs no step; a crash or a lost node costs the steps since the last checkpoint, at most
---checkpoint-seconds. Under torchrun, Lightning takes its ranks from torchrun instead of Slurm, and does not requeue the
-job.
+A preemption or the time limit costs no step. A crash or a lost node costs the steps since the last checkpoint:
+at most half a minute of work. Under torchrun, Lightning takes its ranks from torchrun instead of Slurm, and does not
+requeue the job.
 """
 
 import argparse
@@ -40,7 +40,6 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--checkpoint-seconds", type=float, default=600.0)
     args = parser.parse_args()
 
     seed_everything(1)
@@ -49,7 +48,7 @@ def main() -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # Its position is part of Lightning's checkpoint.
     loader = StatefulDataLoader(data, batch_size=16, sampler=DistributedSampler(data, ranks, rank))
-    relay = RelayCallback(checkpoint_seconds=args.checkpoint_seconds)
+    relay = RelayCallback()
     use_gpu = torch.cuda.is_available()
     trainer = Trainer(
         num_nodes=args.nodes, devices=int(os.environ["LOCAL_WORLD_SIZE"]), accelerator="gpu" if use_gpu else "cpu",

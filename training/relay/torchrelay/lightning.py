@@ -12,6 +12,7 @@ The position in an epoch is a part of Lightning's checkpoint if the loader has `
 StatefulDataLoader has. In a script that Torchrelay did not start, the callback does nothing.
 """
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,24 @@ from .compat import lightning_loader
 from .library_training import LibraryTraining, exit_after_save
 from .progress_files import progress_files
 from .rank_exchange import ranks
-from .saving.interval import check_numbers
+from .saving.interval import SaveTimes, check_numbers
 from .saving.values import deserialized, random_states, restore_random, serialized
 from .this_rank import THIS_RANK, check_no_later_attempt
+
+# Largest share of the time for saving. The training waits meanwhile.
+_MAX_OVERHEAD = 0.01
 
 
 class RelayCallback(Callback):  # type: ignore[misc]  # Lightning need not be installed
     """Saves Lightning's checkpoint at times and when Slurm stops the job, and then ends the ranks with exit code 0."""
 
-    def __init__(self, *, checkpoint_seconds: float = 600.0) -> None:
-        """Save every `checkpoint_seconds`: a crash costs the steps since then, a stop of the job none."""
+    def __init__(self, *, checkpoint_seconds: float = 30.0) -> None:
+        """Save every `checkpoint_seconds`, or so rarely that saving takes at most 1 % of the time.
+
+        A crash costs the steps since then, a stop of the job none.
+        """
         check_numbers("RelayCallback", checkpoint_seconds=checkpoint_seconds)
-        self._training = LibraryTraining(checkpoint_seconds)
+        self._training = LibraryTraining(SaveTimes(seconds=checkpoint_seconds, max_overhead=_MAX_OVERHEAD))
         self._step = 0
         # Lightning does not save the states of random number generators. Each rank has its own.
         self._random = list[bytes]()
@@ -83,7 +90,9 @@ class RelayCallback(Callback):  # type: ignore[misc]  # Lightning need not be in
             lr = trainer.optimizers[0].param_groups[0]["lr"]
             progress_files.report(self._step, {"epoch": trainer.current_epoch, "lr": lr, **values})
         if self._training.saves_after(self._step) and self._file:
+            began = time.monotonic()
             self._save(trainer, self._file)
+            self._training.saved(self._step, time.monotonic() - began)
         if ranks.stopping:
             exit_after_save(self._step)
 
