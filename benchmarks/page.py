@@ -122,10 +122,13 @@ def drill() -> str:
 
 
 def storm() -> str:
-    """Return the goodput of each contender."""
-    columns = ("tool", "without interruptions, s", "with, s", "complete", "steps", "recomputed", "met", "goodput")
+    """Return the goodput of each contender in each storm."""
+    columns = (
+        "tool", "storm", "without interruptions, s", "with, s", "complete", "steps", "recomputed", "met", "goodput",
+    )  # fmt: skip
     keys = (
-        "contender", "without_failures_s", "in_the_storm_s", "complete", "steps", "recomputed", "failures", "goodput",
+        "contender", "storm", "without_failures_s", "in_the_storm_s", "complete", "steps", "recomputed", "failures",
+        "goodput",
     )  # fmt: skip
     return _table(columns, [[row[key] for key in keys] for row in result("storm")["rows"]])
 
