@@ -59,9 +59,6 @@ class ScriptFlags(ScriptRequest, ProgramFlags):
         """Return the program, whose modules are found from the working directory."""
         return script_program(self.script)
 
-    def check_installed(self) -> None:
-        """Check nothing: the packages of a script are in its own environment."""
-
     def resolve(self) -> ResolvedProgram:
         """Check that the script and its data exist. Raises UserError if they do not."""
         _check_script(self.script, has_data=self.data is not None)
