@@ -78,6 +78,9 @@ def run(
         values = program.read((options, *refused), arguments, f"hpc {name}", **reading)
         if issubclass(options, RunsOptions):
             values["runs-dir"] = runs_dir(values)
+        marks = {field.name: program.mark_of(field) for field in program.flags(options)}
+        if marks.get("run", ANY_RUNS) != ANY_RUNS and not values.get("run"):
+            raise UserError(f"no run is named: type hpc {name} NAME; hpc status lists the runs")
         made = complete(values) if complete else program.build(options, values)
         slurm.adopt_environment(os.environ)  # after parsing: variables of sbatch set defaults of flags
         return verb(made)

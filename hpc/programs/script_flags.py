@@ -82,14 +82,11 @@ class ScriptFlags(ScriptRequest, ProgramFlags):
 
     def adjusted(self, changes: Mapping[str, Any], begun: Begun) -> Self:
         """Return the flags as they are: only a new run, or a fork, can change a script's arguments."""
-        runs = f"run {begun.run.name} runs {program_of(self.script)}"
         for name in sorted(changes):
-            fork, own = f"hpc fork {begun.typed} --name NEW", name in {"data", "in-place"}
+            words = f"--{name} ..." if name in {"data", "in-place"} else f"-- --{name} ..."
             raise UserError(
-                f"--{name} cannot change in a run that has begun: leave it out, or type {fork} --{name} ..."
-                if own
-                else f"--{name} is a flag of the image classifier, but {runs}, whose arguments hpc resume cannot "
-                f"change: leave it out, or type {fork} -- --{name} ..."
+                f"--{name} cannot change in run {begun.run.name}, which runs {program_of(self.script)}: leave it out, "
+                f"or type hpc fork {begun.typed} --name NEW {words}"
             )
         if begun.complete:
             raise UserError(

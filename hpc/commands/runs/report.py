@@ -30,8 +30,6 @@ class ReportOptions(cli.RunsOptions):
 
 def report(options: ReportOptions) -> int:
     """Write the page and the tables, and print their paths."""
-    if not options.run:
-        raise UserError("no run is named: type hpc report NAME [NAME...]; hpc status lists the names")
     runs = list({run.path: run for run in cli.find_runs(options.run, options.runs_dir)}.values())
     path = page_path(runs, options.output)
     tables = write_report(runs, path)
