@@ -143,11 +143,11 @@ class SweepStudy(Study[SweepSpec]):
             for trial in trials
         ]  # fmt: skip
         causes = [f"{record['run']}: {record['cause']}" for record in records if record["cause"]]
-        found = [] if best is None else [f"best: {self._name(best)} with {settings_text(best.params)}"]
+        found = [f"best: {self._name(best)} with {settings_text(best.params)}", f"  {self.group.best}"] if best else []
         return Results(
             document=document,
             table=[["trial", "state", self.spec.metric, *self._space], *rows],
-            sentences=[*causes, *found, *([] if best is None else [f"  {self.group.best}"])],
+            sentences=[*causes, *found],
             problem=None if best is not None or self.begun() else "no trial has completed",
         )
 
