@@ -198,16 +198,12 @@ def submit(request: TrainingRun | ScriptRun) -> Run:
 
 def runs(runs_dir: str | Path | None = None) -> list[Run]:
     """Return all runs in a directory, the newest last. The default is the `--runs-dir` of the commands."""
-    return [Run(run.path) for run in cli.all_runs(_runs_dir(runs_dir))]
+    return [Run(run.path) for run in cli.all_runs(cli.runs_dir({"runs-dir": runs_dir}))]
 
 
 def find_run(name: str, runs_dir: str | Path | None = None) -> Run:
     """Return the run with this path, or this name in `runs_dir` (default: as `runs`). Raises UserError if missing."""
-    return Run(cli.find_run(name, _runs_dir(runs_dir)).path)
-
-
-def _runs_dir(given: str | Path | None) -> Path:
-    return cli.runs_dir({}) if given is None else Path(given)
+    return Run(cli.find_run(name, cli.runs_dir({"runs-dir": runs_dir})).path)
 
 
 def _given(flags: Mapping[str, Any]) -> dict[str, Any]:

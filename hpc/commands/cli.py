@@ -4,23 +4,25 @@ import os
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from hpc.base import program
-from hpc.base.errors import UserError
+from hpc.base.errors import TorchrelayError, UserError
 from hpc.base.files import expanded
 from hpc.base.flag_files import merge_defaults, read_defaults
 from hpc.base.flags import POSITIONAL, Flag
-from hpc.base.text import similar
+from hpc.base.text import similar, visible
 from hpc.run.ownership import check_is_own
 from hpc.run.rundir import RunDir
 from hpc.slurm import client as slurm
 
 GROUPS, CANCELLED_GROUP = ("sweep", "scaling"), "cancelled"
 """The directory of a group of runs has sweep.json or scaling.json, and CANCELLED_GROUP if the group is cancelled."""
+_LONGEST_PAUSE_SECONDS = 300.0
 print_json, versioned = program.print_json, program.versioned
 
 
@@ -76,11 +78,29 @@ def run(
         values = program.read((options, *refused), arguments, f"hpc {name}", **reading)
         if issubclass(options, RunsOptions):
             values["runs-dir"] = runs_dir(values)
+        marks = {field.name: program.mark_of(field) for field in program.flags(options)}
+        if marks.get("run", ANY_RUNS) != ANY_RUNS and not values.get("run"):
+            raise UserError(f"no run is named: type hpc {name} NAME; hpc status lists the runs")
         made = complete(values) if complete else program.build(options, values)
         slurm.adopt_environment(os.environ)  # after parsing: variables of sbatch set defaults of flags
         return verb(made)
 
     return program.run(work, f"hpc {name}", arguments)
+
+
+def repeat(name: str, seconds: float, check: Callable[[], object], fatal: type[Exception]) -> None:
+    """Call `check` until it returns True, with a pause in between, which grows while it raises errors but `fatal`."""
+    pause, is_over = seconds, False
+    while not is_over:
+        try:
+            is_over, pause = check() is True, seconds
+        except fatal:
+            raise
+        except (TorchrelayError, OSError) as error:
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            print(visible(f"{name}: next check in {pause:.0f} s: {error}"), file=sys.stderr, flush=True)
+        if not is_over:
+            time.sleep(pause)
 
 
 def runs_dir(given: Mapping[str, Any]) -> Path:
@@ -155,9 +175,8 @@ def _dated_runs(runs_dir: Path) -> Iterator[tuple[float, Path]]:
         return
     # Other users' runs in a shared directory may be unreadable. A hidden directory may be a run that is being made or
     # removed (hpc.commands.runs.clean).
-    visible = [entry for entry in directory.iterdir() if not entry.name.startswith(".")]
-    for entry in visible:
-        if not os.access(entry, os.R_OK | os.X_OK):
+    for entry in directory.iterdir():
+        if entry.name.startswith(".") or not os.access(entry, os.R_OK | os.X_OK):
             continue
         if (spec := entry / "spec.json").is_file():
             yield spec.stat().st_mtime, entry

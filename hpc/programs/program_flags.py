@@ -73,8 +73,7 @@ class ProgramFlags(ABC):
     def as_program(self) -> Program:
         """Return the program with these flags."""
 
-    @abstractmethod
-    def check_installed(self) -> None:
+    def check_installed(self) -> None:  # noqa: B027 - the packages of a script are in its own environment
         """Raise UserError if packages that the program needs on this machine are not installed."""
 
     @abstractmethod

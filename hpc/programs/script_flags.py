@@ -59,9 +59,6 @@ class ScriptFlags(ScriptRequest, ProgramFlags):
         """Return the program, whose modules are found from the working directory."""
         return script_program(self.script)
 
-    def check_installed(self) -> None:
-        """Check nothing: the packages of a script are in its own environment."""
-
     def resolve(self) -> ResolvedProgram:
         """Check that the script and its data exist. Raises UserError if they do not."""
         _check_script(self.script, has_data=self.data is not None)
@@ -85,14 +82,11 @@ class ScriptFlags(ScriptRequest, ProgramFlags):
 
     def adjusted(self, changes: Mapping[str, Any], begun: Begun) -> Self:
         """Return the flags as they are: only a new run, or a fork, can change a script's arguments."""
-        runs = f"run {begun.run.name} runs {program_of(self.script)}"
         for name in sorted(changes):
-            fork, own = f"hpc fork {begun.typed} --name NEW", name in {"data", "in-place"}
+            words = f"--{name} ..." if name in {"data", "in-place"} else f"-- --{name} ..."
             raise UserError(
-                f"--{name} cannot change in a run that has begun: leave it out, or type {fork} --{name} ..."
-                if own
-                else f"--{name} is a flag of the image classifier, but {runs}, whose arguments hpc resume cannot "
-                f"change: leave it out, or type {fork} -- --{name} ..."
+                f"--{name} cannot change in run {begun.run.name}, which runs {program_of(self.script)}: leave it out, "
+                f"or type hpc fork {begun.typed} --name NEW {words}"
             )
         if begun.complete:
             raise UserError(

@@ -22,8 +22,6 @@ TABLES_ONLY = BOOKKEEPING | {"top5_accuracy", "memory_bytes", "world_size"}
 """Numbers that only the tables have: they hardly change, or other figures show the same."""
 # A trend averages over this part of a line's points. Shorter lines have no trend.
 _TREND_PART, _PLAIN_POINTS = 40, 60
-# A loss that falls by this factor gets a logarithmic scale.
-_LONG_FALL = 4.0
 _EVALUATIONS = frozenset({"validation", "test"})
 
 
@@ -79,9 +77,9 @@ class Chart:
 
     @property
     def is_logarithmic(self) -> bool:
-        """Whether the y axis is logarithmic."""
+        """Whether the y axis is logarithmic, because the values fall to less than a quarter."""
         values = pd.concat([series.points["value"] for series in self.series])
-        return self.look.falls and bool(0 < _LONG_FALL * values.min() < values.max())
+        return self.look.falls and bool(0 < 4 * values.min() < values.max())
 
     @property
     def description(self) -> str:

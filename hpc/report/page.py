@@ -35,7 +35,6 @@ Column = tuple[str, Any, str]
 _SIDES = {"text": "", "cause": "", "moment": "", "run": "", "state": "", "words": "words", "wrapped": "wrapped"}
 # Nobody reads a confusion matrix of more classes: a thousand classes would make a million cells.
 _MAX_CLASSES = 30
-_COMMIT_DIGITS = 12
 # Color and meaning of the marks in the figures.
 _MARKS = (
     ("failure", "a failure, with the steps that it cost"),
@@ -111,7 +110,7 @@ def _facts(record: RunRecord) -> list[tuple[str, str]]:
     commit, plus, changed = (record.revision or "").partition("+")
     jobs = [attempt.job_id for attempt in summary.attempts] or [summary.job_id or ""]
     facts = {
-        "Code": commit[:_COMMIT_DIGITS] + plus + changed or "in no git repository",
+        "Code": commit[:12] + plus + changed or "in no git repository",
         "torch": newest.torch,
         "CUDA": newest.cuda,
         "Driver": newest.driver,

@@ -15,9 +15,6 @@ from hpc.slurm.squeue import explain_reason
 from hpc.status.summary import Summary
 
 STYLES = {"completed": "green", "running": "cyan", "pending": "yellow", "failed": "red", "cancelled": "magenta"}
-_HALF_DAY_SECONDS = 43200
-# The columns of a table that are shown however narrow the terminal is.
-_ALWAYS_SHOWN = 2
 
 
 def or_dash(value: object, form: str = "{}") -> str:
@@ -101,14 +98,13 @@ def wait_reason(row: Summary) -> str:
 
 def _near_time(seconds: float) -> str:
     """Format a time of day, with its date if it is more than half a day away."""
-    form = "%H:%M" if abs(seconds - time.time()) < _HALF_DAY_SECONDS else "%m-%d %H:%M"
+    form = "%H:%M" if abs(seconds - time.time()) < 12 * 3600 else "%m-%d %H:%M"
     return time.strftime(form, time.localtime(seconds))
 
 
 def fitting_table(
     console: Console,
     rows: Sequence[Mapping[str, Text]],
-    titles: Sequence[str],
     *,
     numbers: Collection[str],
     cut: tuple[str, int],
@@ -116,16 +112,17 @@ def fitting_table(
     """Return a table of the first, most important columns: all that fit, but at least two.
 
     It consists of text, because rich takes 0.4 s to print a Table of 200 runs, and 0.1 s for the text. `rows` have the
-    cells by title, which are changed. Columns of `numbers` are aligned to the right. `cut` is the column whose text is
-    cut if there is too little room, with its least width.
+    cells by title, the most important first; the cells are changed. Columns of `numbers` are aligned to the right.
+    `cut` is the column whose text is cut if there is too little room, with its least width.
     """
+    titles = list(rows[0]) if rows else [cut[0]]
     for cell in chain.from_iterable(row.values() for row in rows):
         cell.expand_tabs(1)
     widths = {title: max([cell_len(title), *(row[title].cell_len for row in rows)]) for title in titles}
     name, whole = cut[0], widths[cut[0]]
     widths[name] = min(whole, cut[1])
     shown = list(titles)
-    while len(shown) > _ALWAYS_SHOWN and _total(shown, widths) > console.width:
+    while len(shown) > 2 and _total(shown, widths) > console.width:
         shown.pop()
     widths[name] = max(1, min(whole, widths[name] + console.width - _total(shown, widths)))
 

@@ -13,17 +13,9 @@ from hpc.run.events.interruptions import Interruption
 from hpc.status import cells
 from hpc.status.summary import TERMINAL, Summary, TrackerState
 
-# Columns of the table of runs, the most important first.
-_RUN_COLUMNS = (
-    *("run", "state", "job", "step", "accuracy", "ETA", "loss", "elapsed", "GPUs", "attempt", "img/s", "partition"),
-    *("interruptions", "epoch", "nodes"),
-)
 _RUN_NUMBERS = frozenset({"job", "step", "loss", "accuracy", "ETA", "elapsed", "attempt", "img/s", "epoch"})
 # The least width of a run's name: names often differ only at their ends.
 _LEAST_NAME = 40
-# What is shown of the interruptions of a run.
-_PARTS_SHOWN = 3
-_COLUMNS = ("time", "cause", "lost steps", "lost time", "rank, node", "message", "longest parts")
 _NUMBERS = frozenset({"lost steps", "lost time"})
 _LEAST_MESSAGE = 16
 
@@ -32,9 +24,7 @@ def view(console: Console, rows: Sequence[Summary], *, details: bool) -> Group:
     """Return the table of runs, their waits and damage. With `details`, show a single run in full."""
     if details and len(rows) == 1:
         return run_details(console, rows[0])
-    table = cells.fitting_table(
-        console, [_cells(row) for row in rows], _RUN_COLUMNS, numbers=_RUN_NUMBERS, cut=("run", _LEAST_NAME)
-    )
+    table = cells.fitting_table(console, list(map(_cells, rows)), numbers=_RUN_NUMBERS, cut=("run", _LEAST_NAME))
     return Group(table, *_reasons(rows), *_damage(rows))
 
 
@@ -63,9 +53,13 @@ def _damage(rows: Sequence[Summary]) -> list[str]:
 
 
 def _cells(row: Summary) -> dict[str, Text]:
-    """Return cells by title. They are Text, because rich would parse the brackets of a list of nodes as markup."""
+    """Return cells by title, the most important first.
+
+    They are Text, because rich would parse the brackets of a list of nodes as markup.
+    """
     texts = {
         "run": row.run,
+        "state": row.state,
         "job": cells.or_dash(row.job_id),
         "step": cells.step(row),
         "accuracy": cells.accuracy(row),
@@ -80,8 +74,13 @@ def _cells(row: Summary) -> dict[str, Text]:
         "epoch": cells.or_dash(row.epoch),
         "nodes": few(cells.members(row), " ") or "-",
     }
-    state = Text(row.state, style=cells.STYLES[row.state])
-    return {"state": state, **{title: Text(visible(text)) for title, text in texts.items()}}
+    found = _as_text(texts)
+    found["state"].stylize(cells.STYLES[row.state])
+    return found
+
+
+def _as_text(texts: Mapping[str, str]) -> dict[str, Text]:
+    return {title: Text(visible(text)) for title, text in texts.items()}
 
 
 # --- one run ---
@@ -201,21 +200,21 @@ def interruption_table(console: Console, interruptions: Sequence[Interruption]) 
     rows = list[dict[str, Text]]()
     for one in interruptions:
         rank = None if one.rank is None else f"rank {one.rank}"
-        texts = (
-            time.strftime("%m-%d %H:%M:%S", time.localtime(one.failed_at or one.recorded_at)),
-            one.cause,
-            cells.steps_lost(one),
-            cells.or_dash(one.seconds["total"], "{:.1f} s"),
-            ", ".join(filter(None, [rank, one.node])) or "-",
-            one.detail or "-",
-            largest_parts(one.seconds) or "-",
-        )
-        rows.append(dict(zip(_COLUMNS, (Text(visible(text)) for text in texts), strict=True)))
-    return cells.fitting_table(console, rows, _COLUMNS, numbers=_NUMBERS, cut=("message", _LEAST_MESSAGE))
+        texts = {
+            "time": time.strftime("%m-%d %H:%M:%S", time.localtime(one.failed_at or one.recorded_at)),
+            "cause": one.cause,
+            "lost steps": cells.steps_lost(one),
+            "lost time": cells.or_dash(one.seconds["total"], "{:.1f} s"),
+            "rank, node": ", ".join(filter(None, [rank, one.node])) or "-",
+            "message": one.detail or "-",
+            "longest parts": largest_parts(one.seconds) or "-",
+        }
+        rows.append(_as_text(texts))
+    return cells.fitting_table(console, rows, numbers=_NUMBERS, cut=("message", _LEAST_MESSAGE))
 
 
 def largest_parts(seconds: Mapping[str, float | None]) -> str:
-    """Return the longest parts of a recovery, each with its seconds."""
+    """Return the three longest parts of a recovery, each with its seconds."""
     known = [(name, part) for name, part in seconds.items() if name != "total" and part]
-    longest = sorted(known, key=lambda part: -part[1])[:_PARTS_SHOWN]
+    longest = sorted(known, key=lambda part: -part[1])[:3]
     return ", ".join(f"{name} {part:.1f}" for name, part in longest)

@@ -18,10 +18,9 @@ from rich.text import Text
 from hpc.base.text import visible
 from hpc.commands import cli
 from hpc.run.code_files import CodeFiles, parents, written_files
-from hpc.run.events.interruptions import Interruption
 from hpc.run.rundir import RunDir
 from hpc.status.cells import counted_steps, interruptions, wait_reason
-from hpc.status.details import interruption_table, training_progress, view
+from hpc.status.details import training_progress, view
 from hpc.status.run_view import StatusCache
 from hpc.status.summary import TERMINAL, Summary, WrittenFiles
 
@@ -32,17 +31,11 @@ _MOST_FILES = 10_000
 
 def print_table(rows: list[Summary], *, details: bool) -> None:
     """Print the table of runs. In a file or pipe, the table has all its columns."""
-    console = console_for(_PIPE_WIDTH)
+    console = console_for()
     console.print(view(console, rows, details=details))
 
 
-def print_interruptions(those: Sequence[Interruption]) -> None:
-    """Print the interruptions of a run, and their costs."""
-    console = console_for(_PIPE_WIDTH)
-    console.print(interruption_table(console, those))
-
-
-def console_for(pipe_width: int) -> Console:
+def console_for(pipe_width: int = _PIPE_WIDTH) -> Console:
     """Return a console as wide as the terminal or $COLUMNS; without either, as in a pipe, of `pipe_width` columns."""
     console = Console()
     if not console.is_terminal and not os.environ.get("COLUMNS"):
@@ -71,7 +64,11 @@ def with_written_files(row: Summary) -> Summary:
     names = islice((name for name in written_files(run.code, record) if not name.endswith("/")), _MOST_FILES)
     made = parents((*record.copied, *record.linked))
     counts = Counter(_place(name, made) for name in names)
-    found = [WrittenFiles(path=_shown(run.code, place), files=files) for place, files in counts.items()]
+    # A path in the current directory is shown as a user types it there.
+    here = f"{Path.cwd()}/"
+    found = [
+        WrittenFiles(path=f"{run.code}/{place}".removeprefix(here), files=files) for place, files in counts.items()
+    ]
     return replace(row, written=tuple(found))
 
 
@@ -80,12 +77,6 @@ def _place(name: str, made: set[str]) -> str:
     parts = name.split("/")
     own = ("/".join(parts[:number]) for number in range(1, len(parts)))
     return next((f"{directory}/" for directory in own if directory not in made), name)
-
-
-def _shown(code: Path, place: str) -> str:
-    """Return a path as a user in the current directory types it: relative, unless it is outside."""
-    path = f"{code}/{place}"
-    return path.removeprefix(f"{Path.cwd()}/")
 
 
 def wait_for_end(run: RunDir, answer: dict[str, Any] | None) -> int:

@@ -5,7 +5,7 @@ Runs on the login node. Reads only the ends of the metrics, so that long runs ta
 
 import contextlib
 import json
-import os
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -60,7 +60,6 @@ from hpc.status.warnings import unknown_restarts, warnings_of
 from hpc.supervise.decide import NEVER_SUBMITTED, STARTS, Decision, decide
 from hpc.supervise.observe import RunObservation, observe, with_final_states
 
-_CONTINUE = "continue it with hpc supervise --once, or hpc resume"
 _LITTLE_SPACE_BYTES = 2**16
 # The age at which the queue is queried again: a query every second would load the controller.
 _QUEUE_SECONDS = 5.0
@@ -187,8 +186,7 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
 
 
 def _full_storage(run: RunDir) -> list[str]:
-    storage = os.statvfs(run.path)
-    if storage.f_bavail * storage.f_frsize >= _LITTLE_SPACE_BYTES:
+    if shutil.disk_usage(run.path).free >= _LITTLE_SPACE_BYTES:
         return []
     return [f"no space is left for {run.path}: free some; a run that is starting waits for it, for up to an hour"]
 
@@ -269,7 +267,7 @@ def _why_new_job(resubmitted: Resubmitted) -> str | None:
 
 def _reason(decision: Decision) -> str | None:
     """Return why a run has no job, and what to type; None if the reason only repeats the run's state."""
-    advice = f": {_CONTINUE}" if decision.action in STARTS else ""
+    advice = ": continue it with hpc supervise --once, or hpc resume" if decision.action in STARTS else ""
     return None if decision.reason == decision.state else decision.reason + advice
 
 

@@ -16,6 +16,7 @@ from hpc.run.events.kinds import FirstStep
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.slurm.cancellation import cancel_run
+from hpc.status.cells import or_dash
 from hpc.status.summary import Summary
 from hpc.studies.group import GroupDir, GroupSpec, Member
 from hpc.studies.study import Results, Study
@@ -63,7 +64,7 @@ def measure(size: str, ranks: int, run: RunDir, summary: Summary, *, is_weak: bo
     # The first line of an attempt is left out, because its times include the start.
     steady = [line for before, line in pairwise(lines) if before.get("attempt") == line.get("attempt")]
     images = median(speeds) if (speeds := _column(steady, "images_per_second")) else None
-    pace = None if images else _pace(lines) or _counted_pace(run)
+    pace = None if images else _pace(lines) or _pace(_counted(run))
     return Measures(
         size=size,
         ranks=ranks,
@@ -73,7 +74,7 @@ def measure(size: str, ranks: int, run: RunDir, summary: Summary, *, is_weak: bo
         images_per_second=images,
         steps_per_second=pace,
         speed=images or (pace * (ranks if is_weak else 1) if pace else None),
-        data_wait_share=_mean(steady, "data_wait_share"),
+        data_wait_share=fmean(waits) if (waits := _column(steady, "data_wait_share")) else None,
     )
 
 
@@ -89,14 +90,12 @@ def _pace(lines: Sequence[Mapping[str, Any]]) -> float | None:
     return median(paces) if paces else None
 
 
-def _counted_pace(run: RunDir) -> float | None:
-    """Return the steps per second that the ranks of a run have counted since their last start; None if unknown."""
-    last, firsts = last_json_line(run.counted_steps) or {}, History.load(run).of(FirstStep)
-    if not firsts or last.get("attempt") != firsts[-1].attempt:
-        return None
-    first = {"step": firsts[-1].step, "time": firsts[-1].time}
-    steps, seconds = _growth(first, {"step": last.get("steps")}, "step"), _growth(first, last, "time")
-    return steps / seconds if steps > 0 and seconds > 0 else None
+def _counted(run: RunDir) -> list[dict[str, Any]]:
+    """Return the first and the last step that the ranks of a run have counted since their last start, as log lines."""
+    last = last_json_line(run.counted_steps) or {}
+    firsts = History.load(run).of(FirstStep)[-1:]
+    steps = [{"attempt": one.attempt, "step": one.step, "time": one.time} for one in firsts]
+    return [*steps, {**last, "step": last.get("steps")}]
 
 
 def _growth(before: Mapping[str, Any], after: Mapping[str, Any], name: str) -> float:
@@ -108,11 +107,6 @@ def _column(lines: Sequence[Mapping[str, Any]], name: str) -> list[float]:
     return [value for line in lines if (value := number_in(line, name)) is not None]
 
 
-def _mean(lines: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    values = _column(lines, name)
-    return fmean(values) if values else None
-
-
 def with_efficiency(measured: Sequence[Measures]) -> list[Measures]:
     """Return the measures with the speed of a rank, relative to the smallest measured size."""
     base = next((one.speed / one.ranks for one in measured if one.speed), None)
@@ -122,16 +116,12 @@ def with_efficiency(measured: Sequence[Measures]) -> list[Measures]:
 _ROWS: dict[str, Callable[[Measures], str]] = {
     "ranks": lambda one: str(one.ranks),
     "state": lambda one: one.state,
-    "global batch": lambda one: _shown(one.batch_size, "d"),
-    "images per second": lambda one: _shown(one.images_per_second, ".0f"),
-    "steps per second": lambda one: _shown(one.steps_per_second, ".3g"),
-    "scaling efficiency": lambda one: _shown(one.efficiency, ".0%"),
-    "waiting for data": lambda one: _shown(one.data_wait_share, ".1%"),
+    "global batch": lambda one: or_dash(one.batch_size),
+    "images per second": lambda one: or_dash(one.images_per_second, "{:.0f}"),
+    "steps per second": lambda one: or_dash(one.steps_per_second, "{:.3g}"),
+    "scaling efficiency": lambda one: or_dash(one.efficiency, "{:.0%}"),
+    "waiting for data": lambda one: or_dash(one.data_wait_share, "{:.1%}"),
 }
-
-
-def _shown(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
 
 
 # --- the sizes of a study, and their runs ---
@@ -213,10 +203,9 @@ class ScalingStudy(Study[ScalingSpec]):
         missing = [size for size in self.spec.sizes if not self._has_run(size) and size.name not in self._refused]
         return self._member(missing[0]) if missing else None
 
-    def refuse(self, member: Member, cause: str) -> bool:
+    def refuse(self, member: Member, cause: str) -> None:
         """Remember the cause."""
         self._refused[member.name] = cause
-        return member.name == self.spec.sizes[0].name
 
     def follow(self, member: Member, run: RunDir, summary: Summary) -> None:  # noqa: ARG002 - all sizes end alike
         """Cancel a script that has trained for the study's minutes. The classifier ends by itself."""

@@ -29,7 +29,7 @@ from hpc.submissions.options import SubmitOptions, run_verb, split_script
 from hpc.submissions.sbatch.sbatch_advice import explain
 from hpc.supervise.check import SuperviseOptions, check_runs
 
-_POLL_SECONDS, _MOST_POLL_SECONDS, _SUPERVISE_SECONDS = 5.0, 300.0, 60.0
+_POLL_SECONDS, _SUPERVISE_SECONDS = 5.0, 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class Study(ABC, Generic[Spec]):
 
     def __init__(self, group: Any, spec: Spec, tell: Callable[[str], None]) -> None:
         self.group, self.spec, self.tell = group, spec, tell
-        self.cache, self._supervised = StatusCache(), 0.0
+        self.cache, self._supervised, self._has_begun = StatusCache(), 0.0, False
 
     @abstractmethod
     def begun(self) -> Sequence[Member]:
@@ -70,8 +70,8 @@ class Study(ABC, Generic[Spec]):
         """Return the next member to start; None if there is none."""
 
     @abstractmethod
-    def refuse(self, member: Member, cause: str) -> bool:
-        """Record that a member cannot be submitted. Return whether it is the group's first."""
+    def refuse(self, member: Member, cause: str) -> None:
+        """Record that a member cannot be submitted."""
 
     @abstractmethod
     def follow(self, member: Member, run: RunDir, summary: Summary) -> None:
@@ -138,18 +138,22 @@ class Study(ABC, Generic[Spec]):
             TorchrelayError: the run cannot be submitted now.
         """
         run = self.group.run(member.name)
+        # The runs that this process has started may have been removed since.
+        is_first = not (self._has_begun or cli.all_runs(self.group.path))
         try:
             if start_member(self.group, self.spec, member):
                 self.tell(f"{run.name} is submitted{member.values}")
+            self._has_begun = True
             self.cache = StatusCache()  # the old one has a queue without the new job
             if self.group.cancelled.exists() and cancel_run(run, self.cache.summary(run).state):
                 self.tell(f"{run.name} is cancelled")  # hpc cancel has not seen this run, which was being made
         except NotNowError as error:
-            if not cli.all_runs(self.group.path):
+            if is_first:
                 raise
             raise TorchrelayError(f"{run.name} waits: {error}") from error
         except UserError as error:
-            if self.refuse(member, str(error)):
+            self.refuse(member, str(error))
+            if is_first:
                 raise
             self.tell(f"{run.name} cannot be submitted{member.values}: {error}")
             return False
@@ -217,7 +221,10 @@ def _look_after(study: Study[Any], *, once: bool, is_new: bool) -> None:
     """
     group, name = study.group, study.group.path.name
     try:
-        _repeat(study, once=once)
+        if once:
+            study.step()
+        else:
+            cli.repeat(f"hpc {group.KIND}", _POLL_SECONDS, study.step, fatal=UserError)
     except UserError:
         if is_new and not any(is_temporary(path) or RunDir(path).spec.exists() for path in group.path.iterdir()):
             remove_directory(group.path)  # no run was started, and no other process is about to start one
@@ -229,25 +236,6 @@ def _look_after(study: Study[Any], *, once: bool, is_new: bool) -> None:
             file=sys.stderr,
         )
         raise
-
-
-def _repeat(study: Study[Any], *, once: bool) -> None:
-    pause, is_over = _POLL_SECONDS, False
-    while not is_over:
-        try:
-            is_over, pause = study.step(), _POLL_SECONDS
-        except UserError:
-            raise
-        except (TorchrelayError, OSError) as error:
-            if once:
-                raise
-            is_over, pause = False, min(2 * pause, _MOST_POLL_SECONDS)
-            problem = f"hpc {study.group.KIND}: next check in {pause:.0f} s: {error}"
-            print(visible(problem), file=sys.stderr, flush=True)
-        if once:
-            return
-        if not is_over:
-            time.sleep(pause)
 
 
 def _show(study: Study[Any], *, as_json: bool) -> int:

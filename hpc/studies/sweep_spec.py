@@ -83,7 +83,10 @@ def _distribution(param: str, values: str) -> "BaseDistribution":
 
     kind, separator, limits = values.partition(":")
     if not separator:
-        return CategoricalDistribution(_distinct(param, values.split(",")))
+        choices = values.split(",")
+        if len({*choices}) < len(choices) or not all(choices):
+            raise UserError(f"--param {param}: a value is empty, or given twice")
+        return CategoricalDistribution(choices)
     low, _, high = limits.partition(",")
     try:
         if kind == "int":
@@ -93,12 +96,6 @@ def _distribution(param: str, values: str) -> "BaseDistribution":
     except ValueError as error:
         raise UserError(f"--param {param}: {error}: use KIND:LOW,HIGH, such as {_EXAMPLES}") from error
     raise UserError(f"--param {param}: there is no kind {kind!r}: use log, float or int, or a list of values")
-
-
-def _distinct(param: str, values: Sequence[str]) -> list[str]:
-    if len({*values}) < len(values) or not all(values):
-        raise UserError(f"--param {param}: a value is empty, or given twice")
-    return list(values)
 
 
 def grid_of(space: "Mapping[str, BaseDistribution]") -> list[dict[str, str]]:

@@ -9,7 +9,7 @@ import shlex
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from typing import Any
+from operator import attrgetter
 
 import optuna
 import yaml
@@ -42,17 +42,15 @@ def open_study(sweep: SweepDir, spec: SweepSpec) -> optuna.Study:
     """Return the study in the journal of a sweep; create it if needed."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
-    samplers: dict[str, Callable[[], optuna.samplers.BaseSampler]] = {
+    # Optuna's grid sampler works only inside optimize(), where it stops the study: `next_member` enqueues values.
+    sampler: optuna.samplers.BaseSampler = optuna.samplers.RandomSampler(seed=spec.seed)
+    if spec.sampler == "tpe":
         # The sampler counts running trials as bad, so that new ones differ from them.
-        "tpe": lambda: optuna.samplers.TPESampler(seed=spec.seed, constant_liar=True),
-        "random": lambda: optuna.samplers.RandomSampler(seed=spec.seed),
-        # Optuna's grid sampler works only inside optimize(), where it stops the study: `next_member` enqueues values.
-        "grid": lambda: optuna.samplers.RandomSampler(seed=spec.seed),
-    }
+        sampler = optuna.samplers.TPESampler(seed=spec.seed, constant_liar=True)
     pruners = {"median": optuna.pruners.MedianPruner(), "none": optuna.pruners.NopPruner()}
     return optuna.create_study(
         storage=JournalStorage(JournalFileBackend(str(sweep.journal))), study_name=sweep.path.name,
-        sampler=samplers[spec.sampler](), pruner=pruners[spec.pruner], direction=spec.direction, load_if_exists=True,
+        sampler=sampler, pruner=pruners[spec.pruner], direction=spec.direction, load_if_exists=True,
     )  # fmt: skip
 
 
@@ -79,10 +77,9 @@ class SweepStudy(Study[SweepSpec]):
         asked = self._study.ask(self._space)
         return _member(self._study.trials[asked.number])
 
-    def refuse(self, member: Member, cause: str) -> bool:
+    def refuse(self, member: Member, cause: str) -> None:
         """Give the trial up."""
         self._give_up(member, TrialState.FAIL, cause)
-        return int(member.name) == 0
 
     def follow(self, member: Member, run: RunDir, summary: Summary) -> None:
         """Report the new values of the metric to Optuna, and cancel the trial if its pruner says so."""
@@ -146,11 +143,11 @@ class SweepStudy(Study[SweepSpec]):
             for trial in trials
         ]  # fmt: skip
         causes = [f"{record['run']}: {record['cause']}" for record in records if record["cause"]]
-        found = [] if best is None else [f"best: {self._name(best)} with {settings_text(best.params)}"]
+        found = [f"best: {self._name(best)} with {settings_text(best.params)}", f"  {self.group.best}"] if best else []
         return Results(
             document=document,
             table=[["trial", "state", self.spec.metric, *self._space], *rows],
-            sentences=[*causes, *found, *([] if best is None else [f"  {self.group.best}"])],
+            sentences=[*causes, *found],
             problem=None if best is not None or self.begun() else "no trial has completed",
         )
 
@@ -180,13 +177,10 @@ class SweepStudy(Study[SweepSpec]):
         return self._study.best_trial if completed else None
 
     def _sorted(self) -> Sequence[FrozenTrial]:
-        sign = -1 if self.spec.direction == "maximize" else 1
-
-        def key(trial: FrozenTrial) -> Any:
-            completed = trial.state is TrialState.COMPLETE and trial.value is not None
-            return (not completed, sign * trial.value if completed else 0.0, trial.number)  # type: ignore[operator]
-
-        return sorted(self._study.get_trials(deepcopy=False), key=key)
+        trials = self._study.get_trials(deepcopy=False)
+        completed = [trial for trial in trials if trial.state is TrialState.COMPLETE]
+        completed.sort(key=attrgetter("value"), reverse=self.spec.direction == "maximize")
+        return [*completed, *(trial for trial in trials if trial.state is not TrialState.COMPLETE)]
 
 
 def _member(trial: FrozenTrial) -> Member:

@@ -28,7 +28,6 @@ from hpc.slurm.executor import SlurmExecutor, agent_command, start_local
 from hpc.sources.python_environment import this_environment
 from hpc.submissions.options import SubmitOptions
 from hpc.submissions.plan import check_place, code_of, plan, warn
-from hpc.submissions.resources import this_machine
 from hpc.submissions.user_code.code_copy import copy_code
 from hpc.submissions.user_code.own_code import UserCode
 from hpc.submissions.user_code.script_hints import code_line, hints
@@ -219,16 +218,14 @@ def show_dry_run(new: NewRun, *, as_json: bool) -> None:
         print(f"hpc submit: {note}", file=sys.stderr)
 
 
-def starting_place(run: RunDir, spec: RunSpec) -> str:
-    """Return a sentence with a user's script, its directory, its Python and the image of that Python."""
-    image = f" of {spec.container}" if spec.container else ""
-    python = f"{spec.python or sys.executable}{image}"
-    return visible(f"{program_of(spec.script)} starts in {spec.start_directory(run)}, with {python}")
-
-
 def _places(new: NewRun) -> list[str]:
-    """Return sentences about a script's place and its code; none for the classifier."""
-    return [starting_place(new.run, new.spec), *code_line(new.code)] if new.spec.script else []
+    """Return sentences about a script's directory, its Python and its code; none for the classifier."""
+    spec = new.spec
+    if not spec.script:
+        return []
+    python = f"{spec.python or sys.executable}{f' of {spec.container}' if spec.container else ''}"
+    start = f"{program_of(spec.script)} starts in {spec.start_directory(new.run)}, with {python}"
+    return [visible(start), *code_line(new.code)]
 
 
 def show(new: NewRun, options: SubmitOptions) -> int:
@@ -261,4 +258,6 @@ def _first_line(new: NewRun) -> str:
     where = "; its ranks use the CPU" if on_cpu else ""
     if spec.cluster == "slurm":
         return f"submitted run {run.name} as job {new.job_id}{where}"
-    return f"started run {run.name} on {this_machine()}, as process {new.job_id}{where}"
+    cpus = len(os.sched_getaffinity(0))
+    machine = f"this machine, {os.uname().nodename} ({cpus} CPU{'s' if cpus > 1 else ''})"
+    return f"started run {run.name} on {machine}, as process {new.job_id}{where}"

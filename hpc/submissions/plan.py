@@ -25,9 +25,6 @@ from hpc.submissions.user_code.own_code import UserCode, find_code
 from hpc.submissions.user_code.script_hints import warnings_of_code
 from hpc.submissions.user_python import user_environment
 
-# The shortest --stage-timeout, because an agent may be busy for a moment with deleting old copies and moving files.
-_MIN_STAGE_SECONDS = 10
-
 
 def plan(options: SubmitOptions) -> tuple[RunDir, RunSpec]:
     """Check all flags, and return the run directory and the spec for them. Raises UserError at the first mistake."""
@@ -74,8 +71,9 @@ def plan(options: SubmitOptions) -> tuple[RunDir, RunSpec]:
     checks.check_recovery(spec)
     for service in spec.tracker:
         tracker_of(service).check()
-    if spec.stage_timeout.seconds < _MIN_STAGE_SECONDS:
-        raise UserError(f"--stage-timeout is {spec.stage_timeout}: use {_MIN_STAGE_SECONDS}s or more")
+    # An agent may be busy for a moment with deleting old copies and moving files.
+    if spec.stage_timeout.seconds < 10:
+        raise UserError(f"--stage-timeout is {spec.stage_timeout}: use 10s or more")
     return run, spec
 
 

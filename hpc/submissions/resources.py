@@ -58,12 +58,6 @@ def slurm_only(resources: Resources) -> list[str]:
     ]
 
 
-def this_machine() -> str:
-    """Return a phrase with the name of this machine and its number of CPUs."""
-    cpus = len(os.sched_getaffinity(0))
-    return f"this machine, {os.uname().nodename} ({cpus} CPU{'s' if cpus > 1 else ''})"
-
-
 def complete(asked: Resources, cluster: Cluster, spares: int) -> Resources:
     """Complete the resources of a run. Raises UserError if the cluster cannot provide them."""
     return resolve_resources(asked, sinfo.partitions(), spares) if cluster == "slurm" else local_resources(asked)

@@ -67,11 +67,8 @@ class ResumeOptions(JobFlags, cli.RunOptions):
 
 def options_of(given: Mapping[str, Any]) -> ResumeOptions:
     """Return the given flags, completed with the settings of the run. Raises UserError if a flag is wrong."""
-    name = given.get("run")
-    if name is None:
-        raise UserError("no run is named: type hpc resume NAME; hpc status lists the runs")
     runs_dir = cli.runs_dir(given)
-    run = cli.find_own_run(name, runs_dir)
+    run = cli.find_own_run(given["run"], runs_dir)
     spec = RunSpec.load(run)
     adjustable = program.default_values(ResumeOptions)
     own = {name: value for name, value in settings_of(spec).items() if name in adjustable}

@@ -109,8 +109,7 @@ def examine_nodes(options: DoctorOptions, partition: str) -> list[Finding]:
 def inspect_login(options: DoctorOptions, nodes: Sequence[NodeInfo] = ()) -> LoginNode:
     """Describe the login node. `nodes` are the compute nodes that were inspected."""
     real = expanded(options.runs_dir).resolve()
-    found = user_environment.find_python()
-    python = options.python or (found.path if found else None)
+    python = options.python or user_environment.find_python()
     without_links = False
     with suppress(OSError):  # the storage is full, or the user may not write to it
         without_links = lacks_hard_links(real)

@@ -23,7 +23,8 @@ from hpc.run.spec import RunSpec
 from hpc.slurm import client as slurm
 from hpc.slurm.client import running_slurm_conf
 from hpc.slurm.pythonpath import own_pythonpath
-from hpc.status.printing import print_interruptions, summaries
+from hpc.status.details import interruption_table
+from hpc.status.printing import console_for, summaries
 from hpc.status.summary import TERMINAL, Summary
 
 Kind = Literal["worker-kill", "node-kill", "preempt", "hang"]
@@ -88,7 +89,8 @@ def drill(options: DrillOptions) -> int:
             {"run": run.name, "drill": options.kind, "state": state, "interruptions": [asdict(one) for one in found]}
         )
     else:
-        print_interruptions(found)
+        console = console_for()
+        console.print(interruption_table(console, found))
     return 1 if state in {"failed", "cancelled"} else 0
 
 

@@ -7,37 +7,26 @@ creates the file that claims the job, and only one of them can create it.
 
 import functools
 import json
-import sys
 import time
 
-from hpc.base.errors import TorchrelayError, UserError
+from hpc.base.errors import UserError
 from hpc.base.text import visible
 from hpc.commands import cli
 from hpc.supervise.check import Line, SuperviseOptions, check_runs
 from hpc.supervise.decide import Action
 
-_MAX_POLL_SECONDS = 300.0
-
 
 def supervise(options: SuperviseOptions) -> int:
     """Check all runs and act, once or until Ctrl-C. With --once, returns 1 if an action failed."""
-    interval = float(options.interval.seconds)
-    if interval < 1:
+    if options.interval.seconds < 1:
         raise UserError(f"--interval is {options.interval}: use 1s or more")
-    wait, once = interval, options.once or options.dry_run
-    while True:
-        try:
-            lines = check_runs(options)
-            wait = interval
-        except (TorchrelayError, OSError) as error:
-            if once:
-                raise
-            wait, lines = min(wait * 2, _MAX_POLL_SECONDS), []
-            print(f"hpc supervise: next check in {wait:.0f} s: {error}", file=sys.stderr, flush=True)
+    if options.once or options.dry_run:
+        lines = check_runs(options)
         _print(lines, options)
-        if once:
-            return int(any(line["problem"] for line in lines))
-        time.sleep(wait)
+        return int(any(line["problem"] for line in lines))
+    seconds = options.interval.seconds
+    cli.repeat("hpc supervise", seconds, lambda: _print(check_runs(options), options), fatal=BrokenPipeError)
+    return 0
 
 
 def _print(lines: list[Line], options: SuperviseOptions) -> None:

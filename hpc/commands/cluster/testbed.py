@@ -13,12 +13,11 @@ from hpc.cluster.testbed import lifecycle
 from hpc.cluster.testbed.layout import TestbedShape
 from hpc.cluster.testbed.system import require_root
 from hpc.commands import cli
-from hpc.commands.cli import Common
 from hpc.slurm.client import TESTBED_DIRECTORY
 
 
 @dataclass(frozen=True, kw_only=True)
-class TestbedOptions(Common):
+class TestbedOptions(cli.Common):
     """Run a real Slurm with simulated nodes on this machine.
 
     For example:

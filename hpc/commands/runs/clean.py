@@ -119,10 +119,11 @@ def _chosen(options: CleanOptions) -> list[Holding]:
     states, jobs = _states(runs)
     found = list[Holding]()
     for run in runs:
-        problem = why_it_stays(run, states.get(str(run.path), "running"), jobs)
+        state = states.get(str(run.path), "running")
+        problem = why_it_stays(run, state, jobs)
         if problem and options.run:
             raise UserError(problem)
-        if not problem and states[str(run.path)] in wanted and (holding := _holding(run, states)).last_used <= oldest:
+        if not problem and state in wanted and (holding := _holding(run, state)).last_used <= oldest:
             found.append(holding)
     return found
 
@@ -152,7 +153,7 @@ def why_it_stays(run: RunDir, state: str, jobs: Mapping[str, SlurmJob] | None) -
     return f"run {run.name} {what}: type hpc cancel {run.name}, and repeat hpc clean when it has ended"
 
 
-def _holding(run: RunDir, states: dict[str, State]) -> Holding:
+def _holding(run: RunDir, state: State) -> Holding:
     times, size, checkpoints = [0.0], 0, 0
     files = (Path(directory, name) for directory, _, names in os.walk(run.path) for name in names)
     for path in (run.path, *files):
@@ -163,7 +164,6 @@ def _holding(run: RunDir, states: dict[str, State]) -> Holding:
             freed = status.st_blocks * 512 if status.st_nlink == 1 and path != run.path else 0
             size += freed
             checkpoints += freed if path.is_relative_to(run.checkpoints) else 0
-    state = states[str(run.path)]
     return Holding(
         run=run.name, run_dir=str(run.path), state=state, last_used=max(times), size=size, checkpoints=checkpoints
     )

@@ -8,7 +8,7 @@ meanwhile. The evaluation never changes the other run.
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -46,7 +46,6 @@ _SAME_TRAINING = (
     "model", "seed", "val_split", "strategy", "deterministic", "tf32", "amp", "head_hidden", "num_workers",
     "max_corrupt_images",
 )  # fmt: skip
-_IMAGES_PER_RANK = 256
 _TRIES = 3
 
 
@@ -86,22 +85,11 @@ class Subject:
     """The flags of the training."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run `hpc evaluate`, and return its exit code."""
-    return cli.run(
-        lambda options: show(evaluate(options), options), EvaluateOptions, "evaluate", argv, complete=options_of,
-        explain=explain,
-    )  # fmt: skip
-
-
 def options_of(given: Mapping[str, Any]) -> EvaluateOptions:
     """Complete the given flags with settings of the evaluated run. Raises UserError if a flag is wrong."""
-    name = given.get("run")
-    if name is None:
-        raise UserError("no run is named: type hpc evaluate NAME; hpc status lists the runs")
     if "config" in given:
         raise UserError("--config is only for new trainings: give the flags instead")
-    subject = find_subject(name, cli.runs_dir(given))
+    subject = find_subject(given["run"], cli.runs_dir(given))
     settings = settings_of(subject.spec)
     own = {name: settings[name] for name in _SAME_SETTINGS}
     return program.build(EvaluateOptions, {"runs-dir": subject.run.path.parent, **own, **given})
@@ -151,7 +139,7 @@ def _settings(options: EvaluateOptions, subject: Subject) -> TrainConfig:
     if options.data is not None:
         same["val_split"] = 0.0  # the training has seen no image of other data
     ranks = options.resources.nodes.most * options.resources.ranks_per_node
-    return TrainConfig(**same, data=data, batch_size=_IMAGES_PER_RANK * ranks)
+    return TrainConfig(**same, data=data, batch_size=256 * ranks)
 
 
 def _free_name(options: EvaluateOptions, run: RunDir) -> str:
@@ -238,3 +226,9 @@ def _is_whole(source: RunDir, run: RunDir) -> bool:
         shutil.copyfile(card, run.model / MODEL_CARD)
         return True
     return (run.model / MODEL_CARD).is_file() and (run.model / MODEL_WEIGHTS).is_file()
+
+
+main = partial(
+    cli.run, lambda options: show(evaluate(options), options), EvaluateOptions, "evaluate", complete=options_of,
+    explain=explain,
+)  # fmt: skip

@@ -28,7 +28,6 @@ from hpc.submissions.new_run import NewRun, show, start_run
 from hpc.submissions.options import SubmitOptions, build, split_script, with_program
 from hpc.submissions.sbatch.sbatch_advice import explain
 
-_OF_NEW_TRAININGS = ("config", "recipe")
 _OF_THE_FORK = {"run", "name", "runs_dir", "tracker", "dry_run", "wait", "json", "debug"}
 _TRIES = 3
 
@@ -73,19 +72,16 @@ def options_of(given: Mapping[str, Any], arguments: Sequence[str] = ()) -> ForkO
     Raises:
         UserError: a flag or an argument is wrong.
     """
-    name = given.get("run")
-    if name is None:
-        raise UserError("no run is named: type hpc fork NAME --name NEW; hpc status lists the runs")
+    name = given["run"]
     if "name" not in given:
         raise UserError(f"the new run has no name: type hpc fork {name} --name NEW")
-    for flag in _OF_NEW_TRAININGS:
+    for flag in ("config", "recipe"):
         if flag in given:
             raise UserError(f"--{flag} is only for new trainings: give the flags that change instead")
     source = cli.find_own_run(name, cli.runs_dir(given))
     spec = RunSpec.load(source)
     before = program_of_run(spec)
     parsed = with_program(ForkOptions, type(before))
-    of_program = program.values_of(before).keys()
     for flag in sorted(given.keys() - program.default_values(parsed).keys() if before.script else ()):
         raise UserError(
             f"--{flag} is a flag of another kind of program, but run {name} runs {program_of(spec.program.argv)}: "
@@ -94,7 +90,7 @@ def options_of(given: Mapping[str, Any], arguments: Sequence[str] = ()) -> ForkO
     options = build(parsed, {"runs-dir": source.path.parent, **settings_of(spec), **given}, before.script)
     after = options.program.with_arguments(arguments) if arguments else options.program
     old, new = program.values_of(before), program.values_of(after)
-    after.check_fork([flag for flag in of_program if new[flag] != old[flag]], source)
+    after.check_fork([flag for flag in old if new[flag] != old[flag]], source)
     return replace(options, program=after)
 
 

@@ -30,8 +30,6 @@ class ReportOptions(cli.RunsOptions):
 
 def report(options: ReportOptions) -> int:
     """Write the page and the tables, and print their paths."""
-    if not options.run:
-        raise UserError("no run is named: type hpc report NAME [NAME...]; hpc status lists the names")
     runs = list({run.path: run for run in cli.find_runs(options.run, options.runs_dir)}.values())
     path = page_path(runs, options.output)
     tables = write_report(runs, path)
@@ -69,13 +67,9 @@ def write_report(runs: Sequence[RunDir], path: Path) -> list[str]:
         links = [os.path.relpath(page, path.parent) if page.exists() else None for page in own_pages]
         page = comparison_page(records, links, list(tables))
     for name, text in {**tables, path.name: [page]}.items():
-        write_atomic(path.with_name(name), map(_writable, text))
+        # Bytes of paths and arguments that are not UTF-8 become escapes.
+        write_atomic(path.with_name(name), (part.encode(errors="backslashreplace").decode() for part in text))
     return list(tables)
-
-
-def _writable(text: str) -> str:
-    """Return text with escapes in place of bytes of paths and arguments that are not UTF-8."""
-    return text.encode(errors="backslashreplace").decode()
 
 
 main = partial(cli.run, report, ReportOptions, "report")

@@ -14,7 +14,7 @@ from hpc.studies.sweep_spec import Direction, Pruner, Sampler, SweepDir, SweepSp
 from hpc.submissions.options import SubmitOptions
 from hpc.submissions.plan import code_of
 
-_TRIALS, _PARALLEL = 20, 4
+_TRIALS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +39,8 @@ class SweepOptions(SubmitOptions):
     """Name of the sweep, which you must give."""
     trials: int | None = None
     """Number of trials. Default: 20, or with --sampler grid one for each combination."""
-    parallel: int | None = None
-    """Number of trials that run at the same time. Default: 4."""
+    parallel: int = 4
+    """Number of trials that run at the same time."""
     metric: Annotated[str, Flag(metavar="NAME")] = "val/accuracy"
     """Metric whose best value in each trial is compared, such as val/accuracy, val/loss or train/loss.
     FILE/NAME: the values NAME of metrics/FILE.jsonl."""
@@ -85,7 +85,7 @@ def start(directory: GroupDir[Any], options: SweepOptions) -> SweepSpec:
         trials = len(grid_of(space)) if options.sampler == "grid" else _TRIALS
     code = code_of(options)
     spec = SweepSpec(
-        param=options.param, trials=trials, parallel=_PARALLEL if options.parallel is None else options.parallel,
+        param=options.param, trials=trials, parallel=options.parallel,
         metric=options.metric, sampler=options.sampler,
         direction=options.direction or ("maximize" if "accuracy" in options.metric else "minimize"),
         pruner=options.pruner, seed=options.sweep_seed, **common(options, code),

@@ -46,8 +46,6 @@ class SyncOptions(cli.RunsOptions):
 
 def sync(options: SyncOptions) -> int:
     """Send the metrics of the runs. Returns 1 if the metrics of a run could not be sent."""
-    if not options.run:
-        raise UserError("no run is named: type hpc sync NAME, or several names; hpc status lists them")
     wanted = list[tuple[RunDir, Service]]()
     for run in dict.fromkeys(cli.find_own_run(name, options.runs_dir) for name in options.run):
         services = tuple(dict.fromkeys(options.tracker)) or RunSpec.load(run).tracker

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 
-from hpc.base.errors import TorchrelayError, UserError
+from hpc.base.errors import TorchrelayError
 from hpc.base.text import visible
 from hpc.commands import cli
 from hpc.run.ownership import check_is_own
@@ -26,8 +26,6 @@ class CancelOptions(cli.RunsOptions):
 
 def cancel(options: CancelOptions) -> int:
     """Cancel the runs that are not complete. Returns 1 if a run may still go on."""
-    if not options.run:
-        raise UserError("no run is named: type hpc cancel NAME, or several names; hpc status lists them")
     _own_runs(options)  # a wrong name cancels nothing
     for group in filter(None, (cli.find_group(name, options.runs_dir) for name in options.run)):
         (group / cli.CANCELLED_GROUP).touch()
@@ -39,8 +37,10 @@ def cancel(options: CancelOptions) -> int:
             before = str(cache.summary(run).state)
             is_new = cancel_run(run, before, final=options.final)
             answers.append({"run": run.name, "run_dir": str(run.path), "state": "cancelled" if is_new else before})
+            back = f"and will not be requeued; {cli.own_command()} resume {run.name} continues it"
+            done = f"is cancelled {'for good' if options.final else back}" if is_new else f"had already ended: {before}"
             if not options.json:
-                _show(run, before if not is_new else None, final=options.final)
+                print(visible(f"run {run.name} {done}"))
         except TorchrelayError as error:
             problems.append(str(error))
             answers.append({"run": run.name, "run_dir": str(run.path), "error": str(error)})
@@ -57,13 +57,6 @@ def _own_runs(options: CancelOptions) -> list[RunDir]:
     for run in runs:
         check_is_own(run)
     return runs
-
-
-def _show(run: RunDir, before: str | None, *, final: bool) -> None:
-    """Print what was done. `before` is the state in which the run had already ended; None if it was cancelled now."""
-    after = "for good" if final else f"and will not be requeued; {cli.own_command()} resume {run.name} continues it"
-    end = f"is cancelled {after}" if before is None else f"had already ended: {before}"
-    print(visible(f"run {run.name} {end}"))
 
 
 main = partial(cli.run, cancel, CancelOptions, "cancel")

@@ -7,8 +7,6 @@ from hpc.submissions.new_run import show, start_run
 from hpc.submissions.options import SubmitOptions, run_verb, split_script
 from hpc.submissions.sbatch.typed_file import SubmitFile, with_file
 
-__all__ = ["SubmitOptions", "main"]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `hpc submit`, and return its exit code."""

@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hpc.base.errors import UserError
@@ -24,17 +24,10 @@ COUNTS = {"nodes", "ntasks", "ntasks-per-node", "ntasks-per-gpu", "cpus-per-task
 _TOLD = (
     "gpus", "gpus-per-node", "gpus-per-task", "cpus-per-gpu", "cpus-per-task", "ntasks-per-node", "ntasks-per-gpu",
 )  # fmt: skip
-# One of Slurm's variables in a line of Bash, alone, in an expansion or in a sum, or what is quoted.
-_VARIABLE = re.compile(
-    r"'[^']*'|\\.|\"|\$(?:(SLURM_\w+)|\{(SLURM_\w+)(?::?[-=]([^}]*))?\}"
-    r"|\{(?P<expanded>SLURM_\w+)[^}]*\}|\(\((?P<sum>([^()]|\([^()]*\))*)\)\))"
-)
-_NAME_IN_SUM = re.compile(r"(?<![\w{$])SLURM_\w+")
 _OURS = {
     **{name: name for name in ("account", "constraint", "cpus-per-gpu", "exclude", "mem", "partition", "qos", "time")},
     "time-min": "time-min", "job-name": "name",
 }  # fmt: skip
-_SYNONYMS = {"tasks-per-node": "ntasks-per-node"}
 _KNOWN = {*ALONE, *WITH_VALUE, *MANAGED_SBATCH, *_LEFT_OUT, *COUNTS}
 _SIGNAL = re.compile(r"(?:SIG)?(?P<name>[A-Z]+\d?)(?:@(?P<seconds>\d+))?")
 _MEMORY_OPTIONS = {"mem", "mem-per-cpu", "mem-per-gpu"}  # sbatch accepts only one of these
@@ -77,7 +70,7 @@ def read_directive(text: str, line: int) -> Iterator[Option]:
     if "$" in (joined := " ".join(words)) or "`" in joined:
         raise UserError(f"line {line}: Slurm expands no variables in #SBATCH lines: write the value in {joined}")
     for option in read_options(words, line):
-        name = _SYNONYMS.get(option.name, option.name)
+        name = "ntasks-per-node" if option.name == "tasks-per-node" else option.name
         if name not in _KNOWN:
             hint = did_you_mean(name, _KNOWN, "delete it, or submit this file with sbatch", 1)
             raise option.error(f" is no option of sbatch that hpc submit knows: {hint}")
@@ -161,34 +154,6 @@ def variables(options: Mapping[str, Option], layout: Layout) -> dict[str, str]:
     if "job-name" in options:
         values["SLURM_JOB_NAME"] = options["job-name"].value
     return {name: "" if value is None else str(value) for name, value in values.items()}
-
-
-def with_values(text: str, values: Mapping[str, str], expanded: Callable[[str], str]) -> str:
-    """Return a line of Bash with the values of variables in place of their names.
-
-    `expanded` returns the value of an expansion that changes it: ${NAME%%(*}.
-    """
-    is_quoted = False
-
-    def value(match: re.Match[str]) -> str:
-        nonlocal is_quoted
-        is_quoted ^= match[0] == '"'
-        if is_quoted and match[0][0] == "'":  # an apostrophe
-            return "'" + _VARIABLE.sub(value, match[0][1:])
-        if match["sum"]:
-            terms = _VARIABLE.sub(value, match["sum"])
-            return f"$(({_NAME_IN_SUM.sub(lambda name: values.get(name[0], name[0]) or '0', terms)}))"
-        if match["expanded"] in values:
-            found = expanded(match[0])
-        elif (name := match[1] or match[2]) not in values:
-            return match[0]
-        else:
-            found = values[name]
-        if not found:
-            return match[3] or ""
-        return found if is_quoted else shlex.quote(found)
-
-    return _VARIABLE.sub(value, text)
 
 
 def _share(total: Option, count: int, nodes: str) -> int:

@@ -8,7 +8,7 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import tree_sitter_bash
 from tree_sitter import Language, Node, Parser
 
 from hpc.base.errors import UserError
-from hpc.submissions.sbatch.batch_options import COUNTS, with_values
+from hpc.submissions.sbatch.batch_options import COUNTS
 from hpc.submissions.sbatch.launch_line import Launch, read_launch, read_program
 from hpc.submissions.sbatch.printing_commands import SETS_DEFAULT, STRICT, only_prints, short, writes
 
@@ -162,12 +162,17 @@ class BashWords:
             reason = f"${text} is {where}: {_ADVICE.get(text, _WRITE)}"
             self._program.append(f"unset {text}; {text}={self._unknown(reason)}")
             self._names.add(text)
-        parts, at = list[bytes](), node.start_byte
-        source = node.text or b""
-        for child in node.children:
-            parts += [source[at - node.start_byte : child.start_byte - node.start_byte], self._masked(child).encode()]
-            at = child.end_byte
-        return b"".join((*parts, source[at - node.start_byte :])).decode()
+        return _rewritten(node, self._masked)
+
+
+def _rewritten(node: Node, rewrite: Callable[[Node], str]) -> str:
+    """Return the text of a node with what `rewrite` makes of each node in it."""
+    source, start = node.text or b"", node.start_byte
+    parts, at = list[bytes](), start
+    for child in node.children:
+        parts += [source[at - start : child.start_byte - start], rewrite(child).encode()]
+        at = child.end_byte
+    return b"".join((*parts, source[at - start :])).decode()
 
 
 def _may_be_unset(variable: Node) -> bool:
@@ -352,13 +357,24 @@ class StatementReader:
         self._words.change_directory(directory)
 
     def _add_setup(self, line: int, text: str, sets: str | None = None) -> None:
-        """Add a line with the numbers of the batch script in place of Slurm's variables, which are those of our job."""
-        self.setup.append(SetupLine(line=line, text=with_values(text, self._values, self._expanded), sets=sets))
+        self.setup.append(SetupLine(line=line, text=self._with_values(_BASH.parse(text.encode()).root_node), sets=sets))
 
-    def _expanded(self, word: str) -> str:
-        fields = self._words.expand(next(statements(word))[0].words)
-        self._words.check(*fields)
-        return " ".join(fields)
+    def _with_values(self, node: Node) -> str:
+        """Return the text of a node with the numbers of the batch script in place of Slurm's variables."""
+        text, parts, parent = _text_of(node), node.children, node.parent
+        if node.type == "variable_name" and parent and parent.type.endswith(("_expression", "arithmetic_expansion")):
+            return self._values.get(text, text) or "0"
+        name = next((_text_of(part) for part in parts if part.type == "variable_name"), "")
+        if node.type not in {"simple_expansion", "expansion"} or name not in self._values:
+            return _rewritten(node, self._with_values)
+        value, before = self._values[name], text.partition("$")[0]  # the parser may add the blank before a $
+        if len(parts) > 3 and parts[2].type not in {":-", "-", ":=", "="}:
+            fields = self._words.expand([node])
+            self._words.check(*fields)
+            value = " ".join(fields)
+        elif not value:
+            return before + "".join(map(self._with_values, parts[3:-1]))
+        return before + (value if parent and parent.type == "string" else shlex.quote(value))
 
     def _note(self, line: int, text: str, reason: str) -> None:
         self.notes.append((line, f"left out line {line}: {short(text)}: {reason}"))

@@ -80,11 +80,6 @@ def _check_is_bash(path: Path, text: str) -> None:
         raise UserError(f"{path} is not valid Bash ({problem}): type bash -n {quoted}")
 
 
-def is_login_shell(text: str) -> bool:
-    """Return whether the script's first line asks for a login shell, which reads the profile."""
-    return bool({"-l", "--login"} & set(text.partition("\n")[0].split()))
-
-
 def directives(text: str) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
     """Return two lists of `#SBATCH` lines with their numbers, without the prefix.
 
@@ -145,7 +140,8 @@ def translate(
         raise options["chdir"].error(": there is no such directory here")
     values = {**variables(options, batch), "SLURM_SUBMIT_DIR": str(directory)}
     reader = StatementReader(start, environment, values)
-    reader.setup += [SetupLine(line=1, text=line) for line in _PROFILE if is_login_shell(text)]
+    if {"-l", "--login"} & set(text.partition("\n")[0].split()):  # a login shell reads the profile
+        reader.setup += [SetupLine(line=1, text=line) for line in _PROFILE]
     reader.read(statements(text))
     launch, line = reader.launch, reader.launch_line
     if launch is None:

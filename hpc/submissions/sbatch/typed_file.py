@@ -83,8 +83,7 @@ def _further_flags(translation: "Translation", typed: dict[str, Any], here: Path
         typed.pop("runs-dir", None)
     if translation.launch.container is None and not typed.keys() & {"python", "container", "stage-env"}:
         python, warnings = find_python(translation.setup, translation.launch.words[0], translation.directory)
-        usual = user_environment.find_python()
-        if python and python != (usual.path if usual else Path(sys.executable)):
+        if python and python != (user_environment.find_python() or Path(sys.executable)):
             flags["python"] = str(python)
     return flags, warnings
 

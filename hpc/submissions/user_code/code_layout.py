@@ -28,8 +28,6 @@ _MOST_LINKS = 50_000
 _PLACEHOLDERS = (".gitkeep", ".keep", ".gitignore", ".gitattributes", "README", "README.md", "README.txt", "README.rst")
 _SOURCES = frozenset({".py", ".pyx", ".pxd", ".sh", ".bash", ".c", ".cc", ".cpp", ".cxx", ".h", ".hpp", ".cu", ".cuh"})
 _CONFIGURATIONS = frozenset({".yaml", ".yml", ".json", ".toml", ".cfg", ".ini", ".conf", ".gin"})
-# Directories that have configurations, although they have no sources.
-_OF_CONFIGURATIONS = ("conf", "cfg")
 # A larger file is data.
 _LARGEST_TRACKED_BYTES, _LARGEST_SOURCE_BYTES = 16 * 2**20, 2**20
 # A directory with more entries holds data. Several with more entries or bytes are not those of one project.
@@ -115,7 +113,7 @@ def _small_files(
             if len(entries) > _MOST_IN_DIRECTORY and directory:
                 continue
             entries = [entry for entry in entries if not entry.name.startswith(".") and not is_left_out(entry)]
-            is_conf = has_configurations or Path(directory).name.lower().startswith(_OF_CONFIGURATIONS)
+            is_conf = has_configurations or Path(directory).name.lower().startswith(("conf", "cfg"))
             takes_all = is_conf or any(_kind(entry.name) is _SOURCES for entry in entries)
             kinds = (_SOURCES, _CONFIGURATIONS) if takes_all else (_SOURCES,)
             for entry in entries:
@@ -147,8 +145,6 @@ class CodeLayout:
     """Files and directories that are links to the originals."""
     directories: tuple[str, ...] = ()
     """Directories to make, each after its parent."""
-    crowded: tuple[str, ...] = ()
-    """Directories that are links, although they have files to copy, because they have too many entries."""
 
 
 def exclusion(runs_dir: Path) -> Callable[[os.DirEntry[str]], bool]:
@@ -189,7 +185,7 @@ def lay_out(
     fixed = {"", *made, *parents(made), *parents(written)}
     with_content = {*fixed, *parents(name for name in held if not name.endswith(_PLACEHOLDERS))}
     opened = {*fixed, *parents(held)}
-    links, crowded, directories, whole = list[str](), list[str](), list[str](), list[str]()
+    links, directories, whole = list[str](), list[str](), list[str]()
     for directory in sorted(opened):
         if f"{directory}/".startswith(tuple(whole)):
             continue
@@ -204,7 +200,6 @@ def lay_out(
         if is_whole or len(entries) > _MOST_LINKS:
             whole.append(f"{directory}/")
             links.append(directory)
-            crowded += [] if is_whole else [directory]
             continue
         directories.append(directory)
         for entry in entries:
@@ -213,7 +208,7 @@ def lay_out(
                 links.append(name)
     return CodeLayout(
         copies=tuple(sorted(name for name in copies if not name.startswith(tuple(whole)))), links=tuple(sorted(links)),
-        directories=tuple(directory for directory in directories if directory), crowded=tuple(crowded),
+        directories=tuple(directory for directory in directories if directory),
     )  # fmt: skip
 
 

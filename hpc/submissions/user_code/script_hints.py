@@ -13,7 +13,7 @@ from itertools import islice
 from operator import attrgetter
 from pathlib import Path
 
-from hpc.base.text import visible
+from hpc.base.text import few, visible
 from hpc.run.spec import RunSpec, program_of
 from hpc.submissions.checks import is_node_local
 from hpc.submissions.user_code.code_layout import scan
@@ -35,7 +35,6 @@ _JOINS = frozenset(
 _UNKNOWN = frozenset({"importlib", "runpy", "subprocess", "__import__", "exec", "eval", "system"})
 _MOST_FILES, _MOST_BYTES = 200, 2**16
 _MOST_IN_DIRECTORY, _MOST_ENTRIES = 1000, 10_000
-_LINKS_SHOWN = 3
 _OWNERSHIP = "dubious ownership"
 
 
@@ -44,19 +43,13 @@ def code_line(code: UserCode) -> list[str]:
     copies, links = code.layout.copies, code.layout.links
     if code.in_place or not (copies or links):
         return []
-    number = f"{len(copies)} file{'' if len(copies) == 1 else 's'}"
-    if not links:
-        return [visible(f"it has a copy of {number} of {code.root}")]
-    shown = ", ".join(links[:_LINKS_SHOWN]) + (f" and {len(links) - _LINKS_SHOWN} more" if links[_LINKS_SHOWN:] else "")
-    return [visible(f"it has a copy of {number} of {code.root}, and links to the rest: {shown}")]
+    rest = f", and links to the rest: {few(links)}" if links else ""
+    return [visible(f"it has a copy of {len(copies)} file{'s' * (len(copies) != 1)} of {code.root}{rest}")]
 
 
 def warnings_of_code(code: UserCode, *, on_cluster: bool) -> list[str]:
-    """Return warnings about what an edit would change, and about links that the nodes cannot follow."""
-    found = [
-        f"{code.root / name} has too many entries for a copy of the code in it: an edit there changes the run"
-        for name in code.layout.crowded
-    ]
+    """Return warnings about files that are not copied, and about links that the nodes cannot follow."""
+    found = list[str]()
     if code.git_problem:
         advice = f"; type git config --global --add safe.directory {code.top}" if _OWNERSHIP in code.git_problem else ""
         found.append(

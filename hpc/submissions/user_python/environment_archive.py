@@ -53,7 +53,7 @@ def find_or_make(environment: PythonEnvironment, runs_dir: Path) -> Path:
             f"{directory} belongs to {user_name(status.st_uid)} and has mode {status.st_mode & 0o777:o}, so others can "
             "change the environments in it: use a --runs-dir of your own, or omit --stage-env"
         )
-    remove_abandoned(directory, ".*.tmp", _is_abandoned)
+    remove_abandoned(directory, ".*.tmp", lambda path: time.time() - path.stat().st_mtime > _ABANDONED_SECONDS)
     try:
         archive = directory / f"{environment.fingerprint}.tar.zst"
         if not _mark_used(archive):
@@ -132,10 +132,6 @@ def _tar_info(member: PackedFileEntry) -> tarfile.TarInfo:
     if member.target is not None:
         info.type, info.linkname = tarfile.SYMTYPE, member.target
     return info
-
-
-def _is_abandoned(temporary: Path) -> bool:
-    return time.time() - temporary.stat().st_mtime > _ABANDONED_SECONDS
 
 
 def _delete_unused(current: Path, runs_dir: Path) -> None:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from hpc.base import container
 from hpc.base.errors import UserError
@@ -57,24 +57,16 @@ def check_use(flag: str, value: Path | str | None, *, trains: bool, stages: bool
         )
 
 
-class FoundPython(NamedTuple):
-    """The Python that was found for a script, because the user named none."""
-
-    path: Path
-    words: str
-    """Words that say in an error which Python it is."""
-
-
-def find_python() -> FoundPython | None:
+def find_python() -> Path | None:
     """Return the Python of a script without --python; None if it is the Python of hpc.
 
     It is the Python of this shell's active venv or conda environment. If none is active, and Torchrelay is installed
     without torch, it is the first python3 on the PATH, such as an environment module's.
     """
     if active := _active_python():
-        return FoundPython(active, "the active environment's Python")
+        return active
     if importlib.util.find_spec("torch") is None:
-        return FoundPython(Path(shutil.which("python3") or sys.executable), "no environment is active, and python3")
+        return Path(shutil.which("python3") or sys.executable)
     return None
 
 
@@ -106,7 +98,7 @@ def torch_build(python: Path | None) -> TorchBuild | None:
 
 
 def resolve(
-    image: str | None, python: Path | None, setup: Sequence[str], *, on_cluster: bool, found: FoundPython | None = None
+    image: str | None, python: Path | None, setup: Sequence[str], *, on_cluster: bool, found: Path | None = None
 ) -> tuple[str | None, str | None]:
     """Return the absolute path of the image of `--container`, and the interpreter that starts the ranks.
 
@@ -114,16 +106,15 @@ def resolve(
     Raises UserError if torchrun and the ranks cannot run with the interpreter.
     """
     if image is None:
-        given = FoundPython(python, "--python") if python else found
-        return None, check(given.path, setup, flag=given.words, on_cluster=on_cluster) if given else None
+        which = "the active environment's Python" if _active_python() else "no environment is active, and python3"
+        given, flag = (python, "--python") if python else (found, which)
+        return None, check(given, setup, flag=flag, on_cluster=on_cluster) if given else None
     path, interpreter = _find_image(image, on_cluster=on_cluster), str(python or "python3")
     _check_in_container(path, interpreter, setup)
     return str(path), interpreter
 
 
-def check(
-    given: Path, setup: Sequence[str], *, flag: str = "--python", on_cluster: bool, seconds: float = _IMPORT_SECONDS
-) -> str:
+def check(given: Path, setup: Sequence[str], *, flag: str = "--python", on_cluster: bool) -> str:
     """Return the absolute path of an interpreter. Raises UserError if it cannot run torchrun and the ranks.
 
     `flag` names the interpreter in errors. The lines of `--setup`, which are for the nodes, do not run here. If there
@@ -135,7 +126,7 @@ def check(
     if on_cluster:
         for used in (path.parent, path):
             check_is_shared(flag, used)
-    torch_file = _check_answers(f"{flag} is {given}", [str(path)], setup, seconds, advice)
+    torch_file = _check_answers(f"{flag} is {given}", [str(path)], setup, advice)
     if on_cluster and torch_file:
         check_is_shared(f"{flag} imports torch from", torch_file)
     return str(path)
@@ -171,16 +162,16 @@ def _check_in_container(image: Path, python: str, setup: Sequence[str]) -> None:
         print(f"hpc submit: warning: {flag}, which is not checked: {problem}", file=sys.stderr)
         return
     program = container.inside(engine, image, [python])
-    _check_answers(f"{flag}, with the interpreter {python}", program, setup, _IMPORT_SECONDS, _USE_ANOTHER)
+    _check_answers(f"{flag}, with the interpreter {python}", program, setup, _USE_ANOTHER)
 
 
-def _check_answers(flag: str, program: Sequence[str], setup: Sequence[str], seconds: float, advice: str) -> Path | None:
+def _check_answers(flag: str, program: Sequence[str], setup: Sequence[str], advice: str) -> Path | None:
     """Check that an interpreter and its torch are new enough. Returns the path of torch's module.
 
     Returns None if torch cannot be imported here, but --setup may make it importable on the nodes. `advice` says how to
     name another interpreter. Raises UserError if the interpreter cannot be used.
     """
-    answers, problem = _ask(program, seconds)
+    answers, problem = _ask(program)
     if not answers:
         raise UserError(f"{flag}, which does not run as a Python interpreter here ({problem})")
     if tuple(answers[0]) < OLDEST_PYTHON:
@@ -212,7 +203,7 @@ def _executable(given: Path, flag: str, advice: str) -> Path:
     return path
 
 
-def _ask(program: Sequence[str], seconds: float) -> tuple[list[list[Any]], str]:
+def _ask(program: Sequence[str]) -> tuple[list[list[Any]], str]:
     """Return what the interpreter reports (its version, then torch's version and file), and why a report is missing."""
     try:
         # The directory is /, because `-c` would first import from the current directory.
@@ -221,11 +212,11 @@ def _ask(program: Sequence[str], seconds: float) -> tuple[list[list[Any]], str]:
             cwd="/",
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=seconds,
+            timeout=_IMPORT_SECONDS,
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        out, problem = error.stdout or b"", f"it took longer than {seconds:.0f} s"
+        out, problem = error.stdout or b"", f"it took longer than {_IMPORT_SECONDS:.0f} s"
     except OSError as error:
         return [], str(error)
     else:

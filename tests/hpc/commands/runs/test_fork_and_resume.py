@@ -49,7 +49,7 @@ def copy_of(run: Run, name: str) -> RunDir:
         ("resume", "complete --lr 0.1", "type hpc fork complete --name NEW --lr ..."),
         ("resume", "complete --batch-size=32", "--batch-size cannot change in a training that has begun: type hpc sub"),
         ("resume", "complete --setup=true --epochs=4", "--cluster local has no batch script"),
-        ("fork", "", "no run is named: type hpc fork NAME --name NEW"),
+        ("fork", "", "no run is named: type hpc fork NAME"),
         ("fork", "nope --name=x", "there is no run 'nope': existing runs: "),
         ("fork", "complete", "the new run has no name: type hpc fork complete --name NEW"),
         (
@@ -185,7 +185,7 @@ def test_failed_script_is_mended_and_resumed(shared: Path) -> None:
 
     end_job("bad_input", 1)
     says = site.hpc("resume", "mended", "--epochs=3", **slurm).stderr
-    assert "--epochs is a flag of the image classifier, but run mended runs mine.py" in says
+    assert "--epochs cannot change in run mended, which runs mine.py: leave it out, or type hpc fork" in says
     (inner.path / "mine.py").write_text("print('mended')\n")
     again = site.hpc("resume", "mended", **slurm)
     assert again.returncode == 0, again.stderr

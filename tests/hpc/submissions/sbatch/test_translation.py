@@ -242,6 +242,7 @@ def test_setup_has_the_numbers_of_the_batch_script_and_not_those_of_our_job(here
         ("-N1 --gpus-per-node=8 --cpus-per-gpu=4", "${SLURM_CPUS_PER_GPU-1}", "4"),
         ("-N1 --gpus-per-node=8 --ntasks-per-gpu=1", "$SLURM_NTASKS_PER_GPU", "1"),
         ("-N1 --gres=gpu:8", "$((SLURM_NTASKS * ${SLURM_GPUS_ON_NODE} + (SLURM_GPUS)))", "$((8 * 8 + (0)))"),
+        ("-N1 --gres=gpu:8", "${SLURM_GPUS:-${SLURM_CPUS_PER_TASK:-4}}", "4"),
         ("-N2 --gres=gpu:8", "$SLURM_TASKS_PER_NODE", "'8(x2)'"),
         ("-N2 --gres=gpu:8", '"it\'s ${SLURM_TASKS_PER_NODE%(*} $SLURM_TASKS_PER_NODE"', '"it\'s 8 8(x2)"'),
         ("-N1 --gres=gpu:8 -J 'my job'", "$SLURM_JOB_NAME", "'my job'"),

@@ -11,6 +11,7 @@ from support.cluster import Site
 from support.environments import BASE, SITE
 
 from hpc.base.errors import UserError
+from hpc.submissions.user_python import user_environment
 from hpc.submissions.user_python.user_environment import check, resolve
 from jobs.ranks.rank_environment import activated_environment, is_environment
 
@@ -42,8 +43,8 @@ def program(shared: Path) -> Callable[[str], Path]:
     return write
 
 
-def refused(python: Path, *setup: str, on_cluster: bool = True, seconds: float = 60.0) -> str:
-    return refusal("--python", lambda: check(python, setup, on_cluster=on_cluster, seconds=seconds))
+def refused(python: Path, *setup: str, on_cluster: bool = True) -> str:
+    return refusal("--python", lambda: check(python, setup, on_cluster=on_cluster))
 
 
 def refused_image(given: str) -> str:
@@ -109,12 +110,13 @@ def test_old_torch_is_refused(venv: Path, version: str) -> None:
     assert f"which has torch {version}: install torch 2.6 or newer there" in message
 
 
-def test_what_is_no_python_or_hangs_is_refused(program: Callable[[str], Path]) -> None:
+def test_what_is_no_python_or_hangs_is_refused(program: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     assert "which does not run as a Python interpreter here (exit code 3)" in refused(program("#!/bin/sh\nexit 3\n"))
     assert "which does not run as a Python interpreter here ([Errno 8] Exec format error" in refused(program("\x7fELF"))
     assert "which is Python 3.9: use 3.11 or newer" in refused(program("#!/bin/sh\necho 'torchrelay:[3, 9]'\n"))
     hangs = program("#!/bin/sh\necho 'torchrelay:[3, 12]'\nexec sleep 1000\n")
-    assert "does not import torch (it took longer than 3 s)" in refused(hangs, seconds=3.0)
+    monkeypatch.setattr(user_environment, "_IMPORT_SECONDS", 3.0)
+    assert "does not import torch (it took longer than 3 s)" in refused(hangs)
 
 
 def test_environment_on_a_nodes_own_disk_is_refused_on_a_cluster(venv: Path) -> None:
