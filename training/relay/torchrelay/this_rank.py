@@ -64,13 +64,8 @@ class ThisRank:
 THIS_RANK = ThisRank.find(os.environ)
 
 
-def say(text: str) -> None:
-    """Print a line to this rank's stderr: a script's stdout may be read by a program."""
-    print(f"torchrelay: {text}", file=sys.stderr, flush=True)
-
-
 def warn(text: str) -> None:
-    """Print a warning to this rank's stderr."""
+    """Print a warning to this rank's stderr: a script's stdout may be read by a program."""
     print(f"torchrelay: rank {THIS_RANK.rank}: {text}", file=sys.stderr, flush=True)
 
 

@@ -30,6 +30,7 @@ from ..checkpoint_files import (
     write_all,
 )
 from ..node_memory import lacking_space
+from ..progress_files import progress_files
 from ..rank_exchange import RankGroup, reason_of
 from .owner import Owner
 from .restoring import shard_directory
@@ -256,7 +257,7 @@ class NodeSnapshots:
         if not problem:
             self.remove_others()
             if self._image and self._peers.is_rank_zero:
-                self._owner.snapshot_saved(step, self._node_bytes)
+                progress_files.snapshot(step, self._node_bytes)
 
     def _exchange(self, step: int, others: Mapping[str, bytes]) -> str:
         """Send this rank's snapshot and receive others, or only wait until all ranks have theirs.
