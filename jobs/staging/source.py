@@ -108,7 +108,7 @@ class SourceListing:
 
     def pack(self) -> bytes:
         """Return the bytes of the listing, to send to another node."""
-        return pack_records(str(self.source), [*self.directories, *self.files])
+        return pack_records(str(self.source), self.directories, self.files)
 
     @classmethod
     def unpack(cls, content: bytes) -> "SourceListing":
@@ -116,29 +116,30 @@ class SourceListing:
 
         Raises TorchrelayError if a name leads out of the data set, or ValueError if the content is malformed.
         """
-        source, records = unpack_records(content)
-        files = tuple(SourceFile(*record) for record in records if not isinstance(record, str))
-        directories = tuple(record for record in records if isinstance(record, str))
+        source, directories, records = unpack_records(content)
+        files = tuple(SourceFile(*record) for record in records)
         for name in (*directories, *(file.name for file in files)):
             inside_name(name)
         return cls(source=Path(source), files=files, directories=directories)
 
 
-def pack_records(head: Any, records: Sequence[Any]) -> bytes:
+def pack_records(head: Any, directories: Sequence[str], files: Sequence[tuple[Any, ...]]) -> bytes:
     """Return compressed JSON lines. One document with a million files would hold the GIL and stop the heartbeats."""
-    compressor = zlib.compressobj(level=1)
+    compressor, records = zlib.compressobj(level=1), (*directories, *files)
     groups = (records[first : first + _RECORDS_PER_LINE] for first in range(0, len(records), _RECORDS_PER_LINE))
     chunks = [compressor.compress(json.dumps(line).encode() + b"\n") for line in itertools.chain([head], groups)]
     return b"".join([*chunks, compressor.flush()])
 
 
-def unpack_records(content: bytes) -> tuple[Any, list[Any]]:
-    """Return the head and the records that `pack_records` packed. Raises ValueError if the content is malformed."""
+def unpack_records(content: bytes) -> tuple[Any, tuple[str, ...], list[Any]]:
+    """Return what `pack_records` packed, files as lists. Raises ValueError if the content is malformed."""
     try:
         head, *lines = zlib.decompress(content).splitlines()
     except zlib.error as error:
         raise ValueError(str(error)) from error
-    return json.loads(head), [record for line in lines for record in json.loads(line)]
+    records = [record for line in lines for record in json.loads(line)]
+    directories = tuple(record for record in records if isinstance(record, str))
+    return json.loads(head), directories, records[len(directories) :]
 
 
 class _Directory(NamedTuple):
