@@ -355,7 +355,7 @@ def _end_replaced_job(node: NodeAttempt, monitor: NodeMonitor) -> None:
     # this agent to stop, and keeps the nodes until all agents have ended.
     deadline = time.monotonic() + _CONFIRM_SECONDS
     while time.monotonic() < deadline:
-        if monitor.is_stopping and not _is_running(node):
+        if monitor.stop and not _is_running(node):
             return
         time.sleep(_CONFIRM_POLL_SECONDS)
     if _is_running(node):
