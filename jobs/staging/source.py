@@ -66,11 +66,6 @@ class SourceListing:
         """Whether the source is an archive, which is unpacked."""
         return self.source.name.endswith(ARCHIVES) and [file.name for file in self.files] == [self.source.name]
 
-    @property
-    def base(self) -> Path:
-        """The directory to which the files' names are relative."""
-        return self.source.parent if self.is_archive else self.source
-
     @cached_property
     def size(self) -> int:
         """Bytes in all files."""
@@ -243,7 +238,7 @@ def read_chunk(listing: SourceListing, chunk: FileChunk, into: memoryview, cance
     Raises TorchrelayError if the file cannot be read, or has changed since it was listed.
     """
     file = listing.files[chunk.file]
-    path = f"{listing.base}/{file.name}"
+    path = f"{listing.source.parent if listing.is_archive else listing.source}/{file.name}"
 
     def read() -> None:
         descriptor, filled = os.open(path, os.O_RDONLY | os.O_CLOEXEC), 0

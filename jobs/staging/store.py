@@ -67,11 +67,6 @@ class Manifest:
     files: tuple[CopiedFile, ...]
     directories: tuple[str, ...] = ()
 
-    @property
-    def size(self) -> int:
-        """Bytes in all files."""
-        return sum(file.size for file in self.files)
-
 
 def checksum(content: memoryview | bytes) -> str:
     """Return XXH3 with 128 bits, as hex: it detects errors of disks and networks, at the speed of memory.
@@ -350,7 +345,7 @@ class CacheStore:
             return bytes_on_disk(size, files) - available_bytes(self.root)
 
         unused = [entry.manifest() for entry in self.entries() if not entry.in_use()] if missing_bytes() > 0 else []
-        if 0 < missing_bytes() <= sum(manifest.size for manifest in unused if manifest):
+        if 0 < missing_bytes() <= sum(file.size for manifest in unused if manifest for file in manifest.files):
             for entry in self.entries():
                 if missing_bytes() <= 0:
                     break
