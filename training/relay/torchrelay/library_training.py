@@ -3,14 +3,13 @@
 The library has the loop and its own checkpoints. The ranks agree after which step they save one, as with `should_stop`.
 """
 
-import math
 import sys
-import time
 from dataclasses import dataclass, field
 from typing import NoReturn
 
 from .progress_files import progress_files
 from .rank_exchange import ranks
+from .saving.interval import SaveTimes
 from .stop_signals import signals
 from .this_rank import THIS_RANK
 
@@ -19,16 +18,15 @@ from .this_rank import THIS_RANK
 class LibraryTraining:
     """A training in a library's loop. Without a run of Torchrelay, it does nothing."""
 
-    checkpoint_seconds: float = math.inf
-    """The seconds between checkpoints that the ranks agree on."""
-    _saved_at: float = field(default_factory=time.monotonic)
+    checkpoint_times: SaveTimes = field(default_factory=SaveTimes)
+    """The times of the checkpoints that the ranks agree on."""
 
     def begin(self, step: int, total_steps: int | None = None) -> None:
         """Show from which step the library's loop starts, and record the signals to stop instead of its handlers."""
         if THIS_RANK.run_dir is None:
             return
         signals.install()
-        self._saved_at = time.monotonic()
+        self.checkpoint_times.record(step)
         progress_files.begin(step)
         progress_files.event("train_started", step=step, total_steps=total_steps, world_size=THIS_RANK.world_size)
 
@@ -40,10 +38,10 @@ class LibraryTraining:
         if THIS_RANK.run_dir is None:
             return False
         progress_files.beat(step)
-        is_due = THIS_RANK.rank == 0 and time.monotonic() - self._saved_at >= self.checkpoint_seconds
+        is_due = THIS_RANK.rank == 0 and self.checkpoint_times.due_by_time(0.0)
         agreed = ranks.agree("the callback of torchrelay", save=int(is_due))
         if agreed and agreed.save:
-            self._saved_at = time.monotonic()
+            self.checkpoint_times.record(step)
         return agreed is None or bool(agreed.save)
 
 

@@ -22,7 +22,7 @@ from .compat import lightning_loader
 from .library_training import LibraryTraining, exit_after_save
 from .progress_files import progress_files
 from .rank_exchange import ranks
-from .saving.interval import check_numbers
+from .saving.interval import SaveTimes, check_numbers
 from .saving.values import deserialized, random_states, restore_random, serialized
 from .this_rank import THIS_RANK, check_no_later_attempt
 
@@ -33,7 +33,7 @@ class RelayCallback(Callback):  # type: ignore[misc]  # Lightning need not be in
     def __init__(self, *, checkpoint_seconds: float = 600.0) -> None:
         """Save every `checkpoint_seconds`: a crash costs the steps since then, a stop of the job none."""
         check_numbers("RelayCallback", checkpoint_seconds=checkpoint_seconds)
-        self._training = LibraryTraining(checkpoint_seconds)
+        self._training = LibraryTraining(SaveTimes(seconds=checkpoint_seconds))
         self._step = 0
         # Lightning does not save the states of random number generators. Each rank has its own.
         self._random = list[bytes]()
