@@ -216,14 +216,14 @@ class _Agent:
     def _train(self) -> None:
         """Stage the data, then take part in each round that includes this node. Report errors, but raise defects."""
         try:
-            python = self._node.spec.python or sys.executable
+            python, environment = self._node.spec.python or sys.executable, self._node.spec.stage_env
             setup = RankSetup(data=None, python=python, standby=self._standby)
-            if self._node.spec.stage_env is None:
+            if environment is None:
                 prepare_round(self._node, self._monitor, setup)
             self._record_joined()
             setup = replace(setup, data=self._staging.stage_data())
-            if self._node.spec.stage_env is not None:
-                setup = replace(setup, python=stage_environment(self._staging))
+            if environment is not None:
+                setup = replace(setup, python=stage_environment(self._staging, Path(environment)))
                 prepare_round(self._node, self._monitor, setup)
             ports = self._node.spec.network.ports
             check_health(self._node, self._monitor)

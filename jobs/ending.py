@@ -40,7 +40,7 @@ from jobs.next_attempt import SLURM_SECONDS, LostNodes, end_job, redirect, repla
 from jobs.node_attempt import NodeAllocation, NodeAttempt, await_storage, log, send_heartbeats
 from jobs.ranks.left_out_files import find_left_out
 from jobs.ranks.monitor import NodeMonitor
-from jobs.senders import start_notifying
+from jobs.senders import notify
 from training.checkpoint.snapshot import save_newest_as_checkpoint
 
 _POLL_SECONDS, _LOOK_SECONDS = 0.2, 15.0
@@ -149,7 +149,7 @@ def continue_ended_run(node: NodeAttempt, cause: Cause) -> int:
 
 def _continue_run(node: NodeAttempt, cause: Cause, job_state: JobState, nodes: LostNodes) -> int:
     exit_code = _start_next(node, cause, job_state, nodes)
-    start_notifying(node).join()
+    notify(node)
     return exit_code
 
 
@@ -263,7 +263,7 @@ def take_over(node: NodeAttempt, channel: ControlClient, monitor: NodeMonitor) -
     nodes = LostNodes(lost=[host], alive=[host] if channel.first_node_has_ended else [])
     if not node.history().may_restart or not start_next_attempt(node, nodes):
         end_job(node)
-    start_notifying(node).join()
+    notify(node)
     return 0
 
 
@@ -284,7 +284,7 @@ def replace_job_without_first_node(run: RunDir, spec: RunSpec, allocation: NodeA
     if record_end(node, ended):
         if not start_next_attempt(node, LostNodes(lost=[allocation.first_node])):
             end_job(node)
-        start_notifying(node).join()
+        notify(node)
     return 0
 
 
@@ -355,7 +355,7 @@ def _end_replaced_job(node: NodeAttempt, monitor: NodeMonitor) -> None:
     # this agent to stop, and keeps the nodes until all agents have ended.
     deadline = time.monotonic() + _CONFIRM_SECONDS
     while time.monotonic() < deadline:
-        if monitor.is_stopping and not _is_running(node):
+        if monitor.stop and not _is_running(node):
             return
         time.sleep(_CONFIRM_POLL_SECONDS)
     if _is_running(node):

@@ -61,7 +61,6 @@ class Probe:
 
     run: RunDir
     """DIRECTORY, where the first node claims the job as if it were an attempt of a run."""
-    stage_dir: str
     num_gpus: int
     network: Network
     allocation: NodeAllocation
@@ -73,7 +72,7 @@ def main(argv: list[str]) -> int:
     """Probe this node and print the result."""
     directory, stage_dir, num_gpus, interface, port_range, python = argv
     probe = Probe(
-        run=RunDir(Path(directory)), stage_dir=stage_dir, num_gpus=int(num_gpus),
+        run=RunDir(Path(directory)), num_gpus=int(num_gpus),
         network=Network(interface=interface or None, port_range=PortRange.parse(port_range) if port_range else None),
         allocation=find_allocation(os.environ), python=python,
     )  # fmt: skip

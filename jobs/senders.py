@@ -7,7 +7,6 @@ import contextlib
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,24 +23,17 @@ _LAST_SECONDS = 30.0
 # --- messages about the run ---
 
 
-def start_notifying(node: NodeAttempt) -> threading.Thread:
-    """Start a thread that sends the messages that are due, for at most half a minute.
-
-    An agent that ends joins the thread, because the job's end kills all processes. The supervisor sends what is left.
-    """
-    thread = threading.Thread(target=_notify, args=(node,), daemon=True, name="notify")
-    thread.start()
-    return thread
-
-
-def _notify(node: NodeAttempt) -> None:
+def notify(node: NodeAttempt) -> None:
+    """Send the messages that are due, for at most half a minute. The supervisor sends what is left."""
     # The sender inherits the mask, so that the signal of a requeue does not end it: KillWait leaves it 30 s by default.
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         if is_due(node.run, node.spec.notification):
             run_delivery(node.run)
     except (OSError, subprocess.SubprocessError, TorchrelayError) as error:
         log(f"messages about the run were not sent: {error}")
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # --- the metrics: one process for each tracker, next to the training ---

@@ -78,7 +78,9 @@ def main(options: Options) -> None:
     began = time.monotonic()
     with ExitStack() as resources:
         staging = NodeStaging(node.attempt, node.channel, node.monitor, resources)
-        answer = {"python": stage_environment(staging)} if options.env else _stage(staging, options.source)
+        answer = (
+            {"python": stage_environment(staging, options.source)} if options.env else _stage(staging, options.source)
+        )
         # The clock is the machine's: what nodes on one machine print can be compared.
         print(json.dumps({**answer, "began": began, "ended": time.monotonic()}), flush=True)
         node.channel.report(phase=Phase.READY)

@@ -129,7 +129,7 @@ class ControlServer:
         self.own_address = ALONE
         """The address at which the other nodes reach this one."""
         self._server = Server(secret, _PURPOSE, self._serve, _SERVER_LIMITS, ports)
-        self.port, self.check = self._server.port, self._server.check
+        self.port, self.close, self.check = self._server.port, self._server.close, self._server.check
 
     def report(self, **changes: Any) -> None:
         """Change fields of this node's own status."""
@@ -188,10 +188,6 @@ class ControlServer:
             if node_rank is not None:
                 self._heard[node_rank] = _after_break(self._heard[node_rank])
                 self._ended.add(node_rank)
-
-    def close(self) -> None:
-        """Stop listening, and end the connections."""
-        self._server.close()
 
 
 class ControlClient:

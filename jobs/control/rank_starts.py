@@ -25,9 +25,8 @@ class RankStarts:
         """The ranks of the newest start that have ended with exit code 0."""
         self._ended_since = 0.0
 
-    def find(self, number: int, world_size: int, starts: Iterable[RankStart]) -> RanksStarted | RanksEnded | None:
+    def find(self, number: int, world_size: int, starts: Sequence[RankStart]) -> RanksStarted | RanksEnded | None:
         """Return what is to be recorded now about the ranks of round `number`; None if there is nothing new."""
-        starts = list(starts)
         restarts = max((start.restarts for start in starts), default=0)
         newest = [start for start in starts if start.restarts == restarts]
         ended = ended_ranks(newest, restarts)

@@ -34,8 +34,7 @@ _ABORT_SECONDS = 15.0
 class RootFailure:
     """Finds the rank that failed first, once for each interruption."""
 
-    def __init__(self, settle_seconds: float = _SETTLE_SECONDS) -> None:
-        self._settle_seconds = settle_seconds
+    def __init__(self) -> None:
         self.explained_until = 0.0
         """Ranks started before this time (seconds since the epoch) ended because of an interruption already known."""
         self.aborted_at = -inf
@@ -64,7 +63,7 @@ class RootFailure:
             self._settling_since = None
             return None
         self._settling_since = self._settling_since or time.monotonic()
-        if time.monotonic() - self._settling_since < self._settle_seconds or not all_heard:
+        if time.monotonic() - self._settling_since < _SETTLE_SECONDS or not all_heard:
             return None
         self._settling_since = None
         # When a node fails the preflight, ranks on the other nodes exit too, perhaps earlier; the bad node is the

@@ -4,6 +4,7 @@ import glob
 import os
 import re
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 from hpc.run.code_files import CodeFiles
@@ -13,7 +14,6 @@ from hpc.run.spec import RunSpec
 _NO_FILE = re.compile(r"FileNotFoundError|NotADirectoryError|No such file or directory")
 _QUOTED = re.compile(r"'([^']+)'|\"([^\"]+)\"")
 _NO_MODULE = re.compile(r"No module named '(\w[\w.]*)'")
-_MODULE_FILES = ("", ".py", "*.so")
 
 
 def find_left_out(run: RunDir, spec: RunSpec, detail: str) -> str | None:
@@ -60,9 +60,8 @@ def _modules(run: RunDir, spec: RunSpec, record: CodeFiles, detail: str) -> Iter
         return
     path = named[1].replace(".", "/")
     script = "" if spec.script[:1] in {(), ("-m",)} else os.path.dirname(spec.script[0])  # noqa: PTH120 - relative
-    for place in dict.fromkeys((spec.working_directory, os.path.join(spec.working_directory, script), record.top)):  # noqa: PTH118
-        for below in ("", "src", ".."):
-            own = Path(record.root, place, below)
-            for ending in _MODULE_FILES:
-                for file in map(Path, glob.iglob(glob.escape(str(own / path)) + ending)):  # noqa: PTH207
-                    yield file, run.code / place / below / file.relative_to(own)
+    places = dict.fromkeys((spec.working_directory, os.path.join(spec.working_directory, script), record.top))  # noqa: PTH118
+    for place, below, ending in product(places, ("", "src", ".."), ("", ".py", "*.so")):
+        own = Path(record.root, place, below)
+        for file in map(Path, glob.iglob(glob.escape(str(own / path)) + ending)):  # noqa: PTH207
+            yield file, run.code / place / below / file.relative_to(own)

@@ -104,13 +104,10 @@ class LocalRanks:
         """Return the last start of each rank in the round, unless that rank has failed."""
         starts = {}
         # The file of a rank's end is older than the file of the process that has replaced that rank.
-        for has_ended, paths in (
-            (True, self._node_dir.exits.glob("ended-*.json")),
-            (False, self._node_dir.running_ranks()),
-        ):
-            for fields in filter(None, map(_read, paths)):
+        for path in (*self._node_dir.exits.glob("ended-*.json"), *self._node_dir.running_ranks()):
+            if fields := _read(path):
                 starts[fields["rank"]] = RankStart(
-                    rank=fields["rank"], restarts=fields["restarts"], has_ended=has_ended,
+                    rank=fields["rank"], restarts=fields["restarts"], has_ended=path.name.startswith("ended-"),
                     counted_steps=fields.get("counted_steps"),
                 )  # fmt: skip
         return tuple(starts.values())
@@ -225,7 +222,7 @@ class NodeMonitor:
     """Reports the state of this node's ranks and runs callbacks. The agent calls `poll` in every loop that waits."""
 
     def __init__(self, node: NodeAttempt, held: HeldNodeDir, channel: ControlChannel, stop: StopRequest) -> None:
-        self._node, self._held, self._channel, self._stop = node, held, channel, stop
+        self._node, self._held, self._channel, self.stop = node, held, channel, stop
         self.node_dir = held.files
         """The run's files on this node."""
         self.ranks = LocalRanks(self.node_dir, node.spec.resources.ranks_per_node, node.host, channel.clock)
@@ -242,12 +239,7 @@ class NodeMonitor:
     @property
     def must_leave(self) -> bool:
         """Whether this node must end its work: it was asked to stop, the attempt is over, or the first node is lost."""
-        return bool(self._stop) or self._channel.directive.over or self._first_node_is_lost()
-
-    @property
-    def is_stopping(self) -> bool:
-        """Whether this agent was asked to stop, by Slurm or by the first node's agent."""
-        return bool(self._stop)
+        return bool(self.stop) or self._channel.directive.over or self._first_node_is_lost()
 
     def _first_node_is_lost(self) -> bool:
         """Return whether the first node has been silent for so long that this node no longer waits for it."""
@@ -283,8 +275,8 @@ class NodeMonitor:
         if phases := {beat.phase for beat in heartbeats} - {UNWATCHED}:
             self.counted_steps = max(beat.step for beat in heartbeats) if phases == {COUNTED} else None
         if self._channel.directive.stop:
-            self._stop.handle(signal.SIGTERM, None)
-        self._channel.report(heartbeats=heartbeats, starts=starts, failures=self._failures, signal=self._stop.name)
+            self.stop.handle(signal.SIGTERM, None)
+        self._channel.report(heartbeats=heartbeats, starts=starts, failures=self._failures, signal=self.stop.name)
         try:
             for callback in self.callbacks:
                 callback()

@@ -137,8 +137,13 @@ def threads_per_rank(allocation: NodeAllocation, num_ranks: int) -> int:
 
 
 def environment_of(python: str) -> dict[str, str]:
-    """Return this process's variables for the interpreter `python`, with its venv or conda environment active."""
-    return activated_environment(os.environ, python) if is_environment(python) else dict(os.environ)
+    """Return this process's variables for the interpreter `python`, with its venv or conda environment active.
+
+    An interpreter of the system or of an environment module is in none.
+    """
+    prefix = Path(python).parent.parent
+    is_in_one = Path(prefix, "pyvenv.cfg").is_file() or Path(prefix, "conda-meta").is_dir()
+    return activated_environment(os.environ, python) if is_in_one else dict(os.environ)
 
 
 def activated_environment(base: Mapping[str, str], python: str, prefix: str = sys.prefix) -> dict[str, str]:
@@ -156,12 +161,6 @@ def activated_environment(base: Mapping[str, str], python: str, prefix: str = sy
     others_active = {name for name in ("CONDA_PREFIX", "VIRTUAL_ENV") if base.get(name) == prefix}
     kept = {name: value for name, value in base.items() if name not in {"PYTHONHOME", *others_active}}
     return {**kept, **changes, "CONDA_PREFIX" if is_conda else "VIRTUAL_ENV": copy}
-
-
-def is_environment(python: str) -> bool:
-    """Return whether an interpreter is in a venv or conda environment, not of the system or an environment module."""
-    prefix = Path(python).parent.parent
-    return Path(prefix, "pyvenv.cfg").is_file() or Path(prefix, "conda-meta").is_dir()
 
 
 def _replace_prefix(path: str, old: str, new: str) -> str:

@@ -25,13 +25,9 @@ def program_argv(program: Program, start: Path, places: Mapping[str, object]) ->
     first, *others = program.argv
     # Normalize a path such as `../train.py`, because the script's directory becomes the first entry of sys.path.
     named = [first, others.pop(0)] if first == "-m" else [os.path.normpath(start / first)]
-
     values = {**places, BRACE[1:-1]: "{"}
-
-    def value(match: re.Match[str]) -> str:
-        return str(values.get(match[1], match[0]))
-
-    return [*named, *(re.sub(r"\{(\w+)\}", value, word) for word in others)]
+    filled = (re.sub(r"\{(\w+)\}", lambda name: str(values.get(name[1], name[0])), word) for word in others)
+    return [*named, *filled]
 
 
 @dataclass(frozen=True, kw_only=True)

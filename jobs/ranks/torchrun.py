@@ -130,13 +130,14 @@ class Torchrun:
 
     def begin(self, argv: list[str], environment: Mapping[str, str]) -> bool:
         """Give a torchrun that waits its command line and its environment. Return False if it cannot take them."""
-        words, pipe = _order(argv, environment), self._process.stdin
+        order = json.dumps({"argv": argv[NUM_START_WORDS:], "environment": dict(environment)}).encode()
+        pipe = self._process.stdin
         # A longer write would wait until torchrun reads it.
-        if self.exit_code is not None or pipe is None or len(words) > fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ):
+        if self.exit_code is not None or pipe is None or len(order) > fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ):
             return False
         try:
             with pipe:
-                pipe.write(words)
+                pipe.write(order)
         except BrokenPipeError:
             return False
         return True
@@ -263,11 +264,6 @@ class Standby:
 def _fixed(argv: list[str], environment: Mapping[str, str]) -> object:
     """Return what cannot be changed after the imports: the interpreter, and the variables that modules may read."""
     return argv[0], {name: value for name, value in environment.items() if name not in _LATE}
-
-
-def _order(argv: list[str], environment: Mapping[str, str]) -> bytes:
-    """Return what a torchrun that waits reads: the rest of its command line, and its environment."""
-    return json.dumps({"argv": argv[NUM_START_WORDS:], "environment": dict(environment)}).encode()
 
 
 def handles(pid: int, number: signal.Signals) -> bool:

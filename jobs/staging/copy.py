@@ -36,11 +36,6 @@ class CopyStats:
     fallbacks: Counter[str] = field(default_factory=Counter)
     """Number of batches that were read from the source because a peer did not send them, by reason."""
 
-    @property
-    def bytes(self) -> int:
-        """Bytes copied so far."""
-        return self.from_source + self.from_peers
-
 
 class Copy:
     """Copies one data set to this node's disk, once."""
@@ -95,7 +90,7 @@ class Copy:
         def report() -> None:
             if len(readers) < _MAX_SOURCE_THREADS and self._read_seconds > 2 * self._write_seconds:
                 readers.append(self._start(self._read_batches, "stage-source"))
-            done, total = self.stats.bytes, self._listing.size
+            done, total = self.stats.from_source + self.stats.from_peers, self._listing.size
             stop_if(watch(CopyProgress(bytes_done=done, bytes_total=total, at_storage=self._at_storage > 0)))
 
         # Fetchers end first: the readers also read the batches that an owner does not send.

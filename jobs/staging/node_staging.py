@@ -5,7 +5,6 @@ plan that says which node reads what (jobs.staging.coordination).
 """
 
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from hpc.base.errors import TorchrelayError
 from hpc.run.events.kinds import DataStaged, Staging
 from jobs.control.channel import ControlChannel, ControlServer
 from jobs.control.messages import OVER
-from jobs.node_attempt import NodeAllocation, NodeAttempt, log
+from jobs.node_attempt import NodeAttempt, log
 from jobs.ranks.monitor import NodeMonitor
 from jobs.staging.coordination import Address, CacheStatus, NodeCache, StagingGroup, StagingPlan, choose_owners
 from jobs.staging.copy_progress import CopyProgress, Watch
@@ -29,12 +28,10 @@ _GATHER_SECONDS = 10.0
 class NodeGroup(StagingGroup):
     """One node's view of the nodes of an attempt while they stage one data set."""
 
-    def __init__(
-        self, allocation: NodeAllocation, channel: ControlChannel, source: Path, secret: str, ports: Sequence[int]
-    ) -> None:
-        self._allocation, self._channel, self._source = allocation, channel, str(source)
-        self.host, self.is_first = allocation.host, allocation.is_first
-        self.has_peers, self.secret, self.ports = allocation.num_nodes > 1, secret, ports
+    def __init__(self, node: NodeAttempt, channel: ControlChannel, source: Path) -> None:
+        self._allocation, self._channel, self._source = node.allocation, channel, str(source)
+        self.host, self.is_first, self.has_peers = node.host, node.allocation.is_first, node.allocation.num_nodes > 1
+        self.secret, self.ports = node.attempt.secret, node.spec.network.ports
         self._published_at: float | None = None
 
     def first_node(self, port: int) -> Address:
@@ -122,26 +119,21 @@ class NodeStaging:
             log(f"reading {source} in place: {staged.in_place}")
         return staged.path
 
-    def group(self, source: Path) -> NodeGroup:
-        """Return the group of the attempt's nodes that stage one source."""
-        node = self.node
-        return NodeGroup(node.allocation, self.channel, source, node.attempt.secret, node.spec.network.ports)
-
     def stage(self, source: Path) -> Staged:
         """Stage one source, and record the result. Raises the same errors as `stage_data`."""
-        node, group = self.node, self.group(source)
+        node, group = self.node, NodeGroup(self.node, self.channel, source)
         if group.is_first:
             self.monitor.callbacks.append(group.update)
-        stager = Stager(
-            node.stage_dir,
-            group=group,
-            watch=self.watch(source),
-            keep_seconds=node.spec.stage_keep.seconds,
-            timeout_seconds=node.spec.stage_timeout.seconds,
-        )
-        self._resources.enter_context(stager)
-        self.monitor.callbacks.append(stager.check)
         try:
+            stager = Stager(
+                node.stage_dir,
+                group=group,
+                watch=self.watch(source),
+                keep_seconds=node.spec.stage_keep.seconds,
+                timeout_seconds=node.spec.stage_timeout.seconds,
+            )
+            self._resources.enter_context(stager)
+            self.monitor.callbacks.append(stager.check)
             staged = stager.stage(source)
         except (TorchrelayError, OSError):
             group.withdraw()

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from hpc.base.transport import Connection, DecodeError, Limits, Server, connect
 from jobs.staging.coordination import Address
@@ -147,12 +147,6 @@ class Peer:
             raise PeerError(f"{self._name} cannot be reached ({error})") from error
         self.close = self._connection.close
         """Ends the connection; a thread that waits for an answer gets an error."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def listing(self) -> SourceListing:
         """Return the listing of the source. Raises PeerError if it does not come."""

@@ -66,11 +66,6 @@ class SourceListing:
         """Whether the source is an archive, which is unpacked."""
         return self.source.name.endswith(ARCHIVES) and [file.name for file in self.files] == [self.source.name]
 
-    @property
-    def base(self) -> Path:
-        """The directory to which the files' names are relative."""
-        return self.source.parent if self.is_archive else self.source
-
     @cached_property
     def size(self) -> int:
         """Bytes in all files."""
@@ -108,7 +103,7 @@ class SourceListing:
 
     def pack(self) -> bytes:
         """Return the bytes of the listing, to send to another node."""
-        return pack_records(str(self.source), [*self.directories, *self.files])
+        return pack_records(str(self.source), self.directories, self.files)
 
     @classmethod
     def unpack(cls, content: bytes) -> "SourceListing":
@@ -116,29 +111,30 @@ class SourceListing:
 
         Raises TorchrelayError if a name leads out of the data set, or ValueError if the content is malformed.
         """
-        source, records = unpack_records(content)
-        files = tuple(SourceFile(*record) for record in records if not isinstance(record, str))
-        directories = tuple(record for record in records if isinstance(record, str))
+        source, directories, records = unpack_records(content)
+        files = tuple(SourceFile(*record) for record in records)
         for name in (*directories, *(file.name for file in files)):
             inside_name(name)
         return cls(source=Path(source), files=files, directories=directories)
 
 
-def pack_records(head: Any, records: Sequence[Any]) -> bytes:
+def pack_records(head: Any, directories: Sequence[str], files: Sequence[tuple[Any, ...]]) -> bytes:
     """Return compressed JSON lines. One document with a million files would hold the GIL and stop the heartbeats."""
-    compressor = zlib.compressobj(level=1)
+    compressor, records = zlib.compressobj(level=1), (*directories, *files)
     groups = (records[first : first + _RECORDS_PER_LINE] for first in range(0, len(records), _RECORDS_PER_LINE))
     chunks = [compressor.compress(json.dumps(line).encode() + b"\n") for line in itertools.chain([head], groups)]
     return b"".join([*chunks, compressor.flush()])
 
 
-def unpack_records(content: bytes) -> tuple[Any, list[Any]]:
-    """Return the head and the records that `pack_records` packed. Raises ValueError if the content is malformed."""
+def unpack_records(content: bytes) -> tuple[Any, tuple[str, ...], list[Any]]:
+    """Return what `pack_records` packed, files as lists. Raises ValueError if the content is malformed."""
     try:
         head, *lines = zlib.decompress(content).splitlines()
     except zlib.error as error:
         raise ValueError(str(error)) from error
-    return json.loads(head), [record for line in lines for record in json.loads(line)]
+    records = [record for line in lines for record in json.loads(line)]
+    directories = tuple(record for record in records if isinstance(record, str))
+    return json.loads(head), directories, records[len(directories) :]
 
 
 class _Directory(NamedTuple):
@@ -242,7 +238,7 @@ def read_chunk(listing: SourceListing, chunk: FileChunk, into: memoryview, cance
     Raises TorchrelayError if the file cannot be read, or has changed since it was listed.
     """
     file = listing.files[chunk.file]
-    path = f"{listing.base}/{file.name}"
+    path = f"{listing.source.parent if listing.is_archive else listing.source}/{file.name}"
 
     def read() -> None:
         descriptor, filled = os.open(path, os.O_RDONLY | os.O_CLOEXEC), 0

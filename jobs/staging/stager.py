@@ -7,7 +7,7 @@ import os
 import shutil
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -54,21 +54,8 @@ class Staged:
     bytes_from_peers: int = 0
     fallback: str | None = None
     """Why this node read data from shared storage that a peer should have sent; None if it did not."""
-    repaired: int = 0
-    """Number of damaged files in the copy that this one replaces."""
     in_memory: bool = False
     """Whether the copy is RAM-backed."""
-
-
-class NoRoomError(TorchrelayError):
-    """There is no room to unpack an archive, and an archive cannot be read in place."""
-
-    def __init__(self, reason: str, archive: Path) -> None:
-        super().__init__(
-            f"{reason}: unpack {archive} on shared storage and submit with that directory as --data, or use "
-            "--stage-dir with a larger disk"
-        )
-        self.reason = reason
 
 
 class Stager:
@@ -151,9 +138,9 @@ class Stager:
             return self._read_in_place(listing, f"the disk of {self._stage_dir} filled up during the copy")
 
     def _read_in_place(self, listing: SourceListing, reason: str) -> Staged:
-        """Return the source as the place of the data. Raises NoRoomError if it is an archive."""
+        """Return the source as the place of the data. Raises TorchrelayError if it is an archive."""
         if listing.is_archive:
-            raise NoRoomError(reason, listing.source)
+            raise TorchrelayError(f"{reason}: use --stage-dir with a larger disk")
         self._group.report(CacheStatus.UNAVAILABLE, 0)
         return Staged(path=listing.source, in_place=reason)
 
@@ -186,7 +173,7 @@ class Stager:
         while (plan := self._group.plan()) is None:
             self._wait.wait()
         first_node = self._group.first_node(plan.listing_port)
-        with Peer(first_node, self._group.secret, plan.version) as peer:
+        with closing(Peer(first_node, self._group.secret, plan.version)) as peer:
             listing = self._wait.run_in_thread(peer.listing)
         if listing.source != source or listing.version != plan.version:
             raise PeerError(f"{first_node.node} sent the listing of another data set")
@@ -200,8 +187,8 @@ class Stager:
             self._held.callback(store.delete_unused, 0)
         entry = store.entry(listing.version)
         in_use = self._held.enter_context(ExitStack())
-        with entry.locked(self._wait, in_use, self._wait_for_other_job) as (manifest, damaged):
-            if manifest and not damaged:
+        with entry.locked(self._wait, in_use, self._wait_for_other_job) as manifest:
+            if manifest:
                 # Peers that need an archive cannot use its unpacked copy.
                 if not listing.is_archive:
                     self._serve(ChunkStore(listing, entry.data, manifest.files))
@@ -212,7 +199,7 @@ class Stager:
                 # A damaged copy must not take the space of the new one, but stays if another job reads it.
                 self._wait.run_in_thread(entry.delete)
                 entry.lock_for_use(self._wait, in_use)
-                staged = self._make(entry, listing, len(damaged))
+                staged = self._make(entry, listing)
             if staged.in_place is None:
                 entry.mark_used()
                 in_use.callback(entry.mark_used)
@@ -228,7 +215,7 @@ class Stager:
         if self._server:
             self._server.chunk_stores[chunks.listing.version] = chunks
 
-    def _make(self, entry: CacheEntry, listing: SourceListing, num_damaged: int) -> Staged:
+    def _make(self, entry: CacheEntry, listing: SourceListing) -> Staged:
         # Run it in a thread, because deleting a million files takes minutes.
         shortage = self._wait.run_in_thread(lambda: self._make_room(entry, listing))
         if shortage:
@@ -247,12 +234,7 @@ class Stager:
             raise
         self._group.report(CacheStatus.COMPLETE, self._port)
         self._notes += [f"{reason}: {count} batches" for reason, count in stats.fallbacks.items()]
-        return Staged(
-            path=entry.data,
-            bytes_from_source=stats.from_source,
-            bytes_from_peers=stats.from_peers,
-            repaired=num_damaged,
-        )
+        return Staged(path=entry.data, bytes_from_source=stats.from_source, bytes_from_peers=stats.from_peers)
 
     def _make_room(self, entry: CacheEntry, listing: SourceListing) -> str | None:
         """Delete unneeded copies. Returns why the new copy does not fit even then; None if it fits."""

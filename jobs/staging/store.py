@@ -43,9 +43,6 @@ _FILE_OVERHEAD_BYTES = 4096 + 512
 class StalledError(TorchrelayError):
     """Another process is making the same copy and has stalled."""
 
-    def __init__(self) -> None:
-        super().__init__("another job on this node is making the same copy and has stalled: is it suspended?")
-
 
 # --- the manifest of a copy ---
 
@@ -70,11 +67,6 @@ class Manifest:
     files: tuple[CopiedFile, ...]
     directories: tuple[str, ...] = ()
 
-    @property
-    def size(self) -> int:
-        """Bytes in all files."""
-        return sum(file.size for file in self.files)
-
 
 def checksum(content: memoryview | bytes) -> str:
     """Return XXH3 with 128 bits, as hex: it detects errors of disks and networks, at the speed of memory.
@@ -91,7 +83,7 @@ def boot_id() -> str:
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write the manifest of a copy."""
-    content = pack_records((manifest.source, manifest.boot), [*manifest.directories, *manifest.files])
+    content = pack_records((manifest.source, manifest.boot), manifest.directories, manifest.files)
     write_atomic(directory / "manifest", content, mode=0o600)
 
 
@@ -175,9 +167,7 @@ class CacheEntry:
     def manifest(self) -> Manifest | None:
         """Return the copy's manifest; None if it is missing or unreadable."""
         try:
-            (source, boot), records = unpack_records((self.path / "manifest").read_bytes())
-            directories = tuple(record for record in records if isinstance(record, str))
-            copied = (record for record in records if not isinstance(record, str))
+            (source, boot), directories, copied = unpack_records((self.path / "manifest").read_bytes())
             files = tuple(CopiedFile(name, size, chunk_bytes, tuple(sums)) for name, size, chunk_bytes, sums in copied)
             return Manifest(source=source, boot=boot, files=files, directories=directories)
         except (OSError, ValueError, TypeError):
@@ -231,12 +221,11 @@ class CacheEntry:
     @contextmanager
     def locked(
         self, waiting: CancellableWait, in_use: ExitStack, wait_for_maker: Callable[[], None]
-    ) -> Iterator[tuple[Manifest | None, list[str]]]:
+    ) -> Iterator[Manifest | None]:
         """Hold both locks: against deletion until `in_use` is closed, against other makers of the copy in the block.
 
-        Yields the copy's manifest, None if there is none, and the names of its damaged files. While another process
-        makes the copy, calls `wait_for_maker`. Raises StalledError if that process sends no heartbeat: its job may be
-        suspended.
+        Yields the manifest of an intact copy, or None if there is none. While another process makes the copy, calls
+        `wait_for_maker`. Raises StalledError if that process sends no heartbeat: its job may be suspended.
         """
         descriptor = open_lock(self._copy_lock)
         try:
@@ -246,13 +235,13 @@ class CacheEntry:
                 if (newest := os.fstat(descriptor).st_mtime_ns) != heartbeat:
                     heartbeat, seen_at = newest, time.monotonic()
                 if time.monotonic() - seen_at > _STALLED_SECONDS:
-                    raise StalledError
+                    raise StalledError("another job on this node makes the same copy and has stalled: is it suspended?")
                 wait_for_maker()
             self.send_heartbeat()
             waiting.heartbeat = self.send_heartbeat
             self.lock_for_use(waiting, in_use)
             manifest = self.manifest()
-            yield manifest, self.find_damaged(manifest, waiting.stopped) if manifest else []
+            yield None if manifest is None or self.find_damaged(manifest, waiting.stopped) else manifest
         finally:
             os.close(descriptor)
 
@@ -356,7 +345,7 @@ class CacheStore:
             return bytes_on_disk(size, files) - available_bytes(self.root)
 
         unused = [entry.manifest() for entry in self.entries() if not entry.in_use()] if missing_bytes() > 0 else []
-        if 0 < missing_bytes() <= sum(manifest.size for manifest in unused if manifest):
+        if 0 < missing_bytes() <= sum(file.size for manifest in unused if manifest for file in manifest.files):
             for entry in self.entries():
                 if missing_bytes() <= 0:
                     break

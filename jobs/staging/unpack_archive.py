@@ -70,9 +70,8 @@ class _Unpacker:
         self._make_symlinks(links)
         return tuple(self._files[name] for name in sorted(self._files))
 
-    def _refusal(self, member: tarfile.TarInfo, reason: str, advice: str = "") -> UserError:
-        kept = f"nothing of it was kept{advice}"
-        return UserError(f"{self._archive.name} is refused: {member.name!r} {reason}; {kept}")
+    def _refusal(self, member: tarfile.TarInfo, reason: str) -> UserError:
+        return UserError(f"{self._archive.name} is refused: {member.name!r} {reason}; nothing of it was kept")
 
     def _place(self, member: tarfile.TarInfo) -> str:
         """Check a member's name, and make and count its directories. Returns its path below the target."""
@@ -99,8 +98,8 @@ class _Unpacker:
         self._bytes_reserved += bytes_on_disk(size, files=1)
         if self._bytes_reserved > self._available:
             larger = f"makes it larger than the available {self._available // 2**20} MB"
-            refusal = self._refusal(member, larger, ": use --stage-dir with a larger disk")
-            raise TorchrelayError(str(refusal))  # another node may have more room
+            # Not a UserError: another node may have more room.
+            raise TorchrelayError(f"{self._refusal(member, larger)}: use --stage-dir with a larger disk")
 
     def _write(self, member: tarfile.TarInfo, name: str, read: Read) -> None:
         self._reserve(member, member.size)

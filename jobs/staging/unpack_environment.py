@@ -19,29 +19,22 @@ from jobs.node_attempt import log
 from jobs.ranks.rank_environment import activated_environment
 from jobs.staging.copy_progress import CancellableWait, Watch, stop_if
 from jobs.staging.node_staging import NodeStaging
-from jobs.staging.stager import NoRoomError
 
 _TRY_SECONDS = 300.0
 
 
-def stage_environment(staging: NodeStaging) -> str:
-    """Stage the Python environment on this node's disk, if the run asks for it. Returns the ranks' interpreter.
+def stage_environment(staging: NodeStaging, archive: Path) -> str:
+    """Stage the Python environment in an archive on this node's disk. Returns the ranks' interpreter.
 
     Raises StagingStopped and BadNodeError as `NodeStaging.stage_data` does.
     """
-    node, python, fallback = staging.node, sys.executable, None
-    if node.spec.stage_env is None:
-        return python
-    archive, began = Path(node.spec.stage_env), time.monotonic()
+    node, python, fallback, began = staging.node, sys.executable, None, time.monotonic()
     try:
         python = _copy(staging, archive)
     except BadNodeError:
         raise  # the archive lies beside the run directory, which this node cannot read either
     except (TorchrelayError, OSError) as error:
-        staging.group(archive).withdraw()
-        fallback = (
-            f"{error.reason}: use --stage-dir with a larger disk" if isinstance(error, NoRoomError) else str(error)
-        )
+        fallback = str(error)
         log(f"the ranks of {node.host} start from the shared environment, {sys.prefix}: {fallback}")
     seconds = round(time.monotonic() - began, 3)
     node.record(EnvironmentStaged(node=node.host, python=python, seconds=seconds, fallback=fallback))

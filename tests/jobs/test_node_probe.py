@@ -55,7 +55,7 @@ def node(directory: Path, node_rank: int) -> Probe:
     allocation = NodeAllocation(
         cluster="slurm", job_id="7", restart=0, node_rank=node_rank, hostnames=("localhost", "gpu02"), cpus=None
     )
-    return Probe(run=RunDir(directory), stage_dir="/tmp", num_gpus=0, network=Network(), allocation=allocation)
+    return Probe(run=RunDir(directory), num_gpus=0, network=Network(), allocation=allocation)
 
 
 def test_nodes_that_do_not_meet_name_who_is_missing(

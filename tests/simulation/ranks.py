@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from torchrelay.checkpoint_files import (
+    KEPT_SNAPSHOTS,
     STATE_TENSORS,
     STATE_VALUES,
     list_checkpoints,
     save_checkpoint,
-    save_snapshot,
     step_of,
 )
 from torchrelay.saving.restoring import FORMAT
@@ -307,7 +307,7 @@ class Group:
         if self.step % self.training_of.snapshot_steps == 0 or durable:
             for torchrun in self.members.values():
                 memory = self.cluster.memory(self.run, torchrun.host)
-                save_snapshot(memory.snapshots, self.step, self._write_state)
+                save_checkpoint(memory.snapshots, self.step, self._write_state, KEPT_SNAPSHOTS)
                 self.cluster.has_saved(self, torchrun.host, self.step)
         first = self.members[self.directive.members[0]]
         try:

@@ -80,7 +80,7 @@ class EndedAttempt:
         self.coordinator = Coordinator(self.node, cast("Any", self.nodes), self.stop)
         self.polls = 0
         self.monitor: Any = SimpleNamespace(
-            poll=self._poll, node_dir=NodeDir(path / "memory"), last_step=30, counted_steps=None, is_stopping=False
+            poll=self._poll, node_dir=NodeDir(path / "memory"), last_step=30, counted_steps=None, stop=False
         )
 
     def _poll(self) -> None:

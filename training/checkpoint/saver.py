@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchrelay.progress_files import progress_files
 from torchrelay.saving.interval import SaveTimes
 from torchrelay.saving.owner import Owner
 from torchrelay.saving.restoring import Candidate, OtherFormatError, Restorer, remove_newer
@@ -117,10 +116,6 @@ class Saver(Owner):
     def publishing(self, step: int) -> None:
         """Let a test kill the rank."""
         self._context.fault.inject("save", step, self._group.rank)
-
-    def snapshot_saved(self, step: int, node_bytes: int) -> None:
-        """Record it for `hpc status`."""
-        progress_files.snapshot(step, node_bytes)
 
     def event(self, name: str, **fields: Any) -> None:
         """Append an event to the run's ledger, on rank 0."""

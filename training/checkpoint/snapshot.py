@@ -15,9 +15,9 @@ from torchrelay.checkpoint_files import (
     STATE_TENSORS,
     STATE_VALUES,
     checkpoint_path,
-    file_names,
     find_damage,
     list_checkpoints,
+    manifest_entries,
     save_checkpoint,
     step_of,
 )
@@ -62,7 +62,7 @@ def save_newest_as_checkpoint(node: NodeDir, run: RunDir, check: Callable[[], No
 def _copy(shards: list[Path], directory: Path) -> None:
     """Copy the files of a state's shards. All but the tensors are equal. Raises OSError if a copy differs."""
     for index, shard in enumerate(shards):
-        for name in file_names(shard):
+        for name in manifest_entries(shard):
             is_part = len(shards) > 1 and name == STATE_TENSORS
             target = directory / (f"state-{index:05d}-of-{len(shards):05d}.safetensors" if is_part else name)
             shutil.copyfile(shard / name, target)

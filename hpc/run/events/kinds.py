@@ -200,7 +200,6 @@ class DataStaged(Event, frozen=True, kw_only=True, tag="staged"):
     bytes_from_source: int = 0
     bytes_from_peers: int = 0
     fallback: str | None = None
-    repaired: Int = 0
     in_memory: bool = False
 
 

@@ -20,7 +20,6 @@ from typing import Any
 
 from hpc.base.environment import HEARTBEAT
 from hpc.base.kernel import keep_freed_memory
-from jobs import compat
 from jobs.compat import end_threads_and_run_exit_functions, leave_multiprocessing, run_module_as_main
 from jobs.ranks.script.attached_callback import attach_callbacks
 from jobs.ranks.script.step_counter import count_steps
@@ -113,7 +112,7 @@ def _exit_code(code: object) -> int:
 
 def _own_part(trace: TracebackType | None) -> TracebackType | None:
     """Return the part of a traceback that begins in the user's script."""
-    ours = (run_script, compat.run_module_as_main)
+    ours = (run_script, run_module_as_main)
     skipped = {runpy.__file__, "<frozen runpy>", *(function.__code__.co_filename for function in ours)}
     while trace is not None and trace.tb_frame.f_code.co_filename in skipped:
         trace = trace.tb_next

@@ -16,8 +16,9 @@ def failure(rank: int, at: float, **fields: Any) -> RankFailed:
 
 
 @pytest.fixture
-def root() -> RootFailure:
-    return RootFailure(settle_seconds=0.0)
+def root(monkeypatch: pytest.MonkeyPatch) -> RootFailure:
+    monkeypatch.setattr(root_failure, "_SETTLE_SECONDS", 0.0)
+    return RootFailure()
 
 
 def test_rank_that_lost_its_peer_did_not_fail_first(root: RootFailure) -> None:

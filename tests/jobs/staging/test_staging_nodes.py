@@ -5,6 +5,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,7 @@ def test_nodes_whose_copies_are_damaged_read_the_source_once(nodes: Nodes, sourc
     for result in nodes.stage(source, 2):
         next(path for path in sorted(Path(result["path"]).rglob("*")) if path.is_file()).unlink()
     answers = nodes.stage(source, 2, job="next")
-    assert [(result["repaired"], result["fallback"]) for result in answers] == [(1, None)] * 2
+    assert [(result["reused"], result["fallback"]) for result in answers] == [(False, None)] * 2
     assert sum(result["bytes_from_source"] for result in answers) == sum(map(len, contents(source).values()))
     assert all(contents(Path(result["path"])) == contents(source) for result in answers)
 
@@ -133,18 +134,15 @@ def server(source: Path, tmp_path: Path) -> Iterator[PeerServer]:
 
 
 def test_peer_without_the_secret_gets_nothing(server: PeerServer, source: Path) -> None:
-    with (
-        pytest.raises(PeerError, match="does not have the run's secret"),
-        Peer(Address("gpu01", "127.0.0.1", server.port), "guess", SourceWalk(source).run().version) as peer,
-    ):
-        peer.listing()
+    with pytest.raises(PeerError, match="does not have the run's secret"):
+        Peer(Address("gpu01", "127.0.0.1", server.port), "guess", SourceWalk(source).run().version).listing()
 
 
 def test_batch_that_is_not_what_was_read_is_refused(server: PeerServer, source: Path) -> None:
     listing = SourceWalk(source).run()
     server.chunk_stores[listing.version].put(0, ("0" * 64,) * len(listing.batches[0]))
     peer = Peer(Address("gpu01", "127.0.0.1", server.port), "secret", listing.version)
-    with peer, pytest.raises(PeerError, match=r"what gpu01 sent is not what it had read"):
+    with closing(peer), pytest.raises(PeerError, match=r"what gpu01 sent is not what it had read"):
         peer.receive(memoryview(bytearray(listing.batches[0][0].length)), peer.ask(0)[0])
 
 
@@ -152,7 +150,7 @@ def test_owner_that_fails_reports_it_to_waiting_peers(server: PeerServer, source
     listing = SourceWalk(source).run()
     threading.Timer(0.3, server.chunk_stores[listing.version].fail, ["its disk is full"]).start()
     peer = Peer(Address("gpu01", "127.0.0.1", server.port), "secret", listing.version)
-    with peer, pytest.raises(PeerError, match="its disk is full"):
+    with closing(peer), pytest.raises(PeerError, match="its disk is full"):
         peer.ask(1)
 
 
@@ -182,7 +180,7 @@ def test_malformed_answer_is_no_listing_and_no_batch(source: Path, answer: dict[
             connection.send(answer)
 
     other = Server("secret", "staging", serve, Limits(timeout_seconds=10, max_message_bytes=2**12))
-    with Peer(Address("gpu01", "127.0.0.1", other.port), "secret", SourceWalk(source).run().version) as peer:
+    with closing(Peer(Address("gpu01", "127.0.0.1", other.port), "secret", SourceWalk(source).run().version)) as peer:
         with pytest.raises(PeerError, match="does not send the listing"):
             peer.listing()
         with pytest.raises(PeerError, match="another node of the job sent"):

@@ -116,16 +116,16 @@ def fail_to_save_after(step: int) -> None:
     """In a rank: fail to write the first checkpoint after a step, as on a full disk."""
     from torchrelay.saving import state_writer
 
-    save = state_writer.save_checkpoint
+    publish = state_writer.publish_checkpoint
     failed: list[int] = []
 
-    def save_or_fail(directory: Path, at: int, *arguments: Any, **options: Any) -> Path:
+    def publish_or_fail(temporary: Path, at: int, *arguments: Any, **options: Any) -> Path:
         if at > step and not failed:
             failed.append(at)
             raise OSError(errno.ENOSPC, "No space left on device")
-        return save(directory, at, *arguments, **options)
+        return publish(temporary, at, *arguments, **options)
 
-    state_writer.save_checkpoint = save_or_fail
+    state_writer.publish_checkpoint = publish_or_fail
 
 
 def test_a_stop_retries_a_failed_checkpoint(start: Starter) -> None:

@@ -72,7 +72,7 @@ def write_forever() -> None:
     def hang(*_arguments: object, **_options: object) -> None:
         time.sleep(600)
 
-    state_writer.save_checkpoint = hang  # type: ignore[assignment]
+    state_writer.publish_checkpoint = hang  # type: ignore[assignment]
 
 
 # Ranks wait for each other in many places; and rank 0 has a thread of its own that writes.

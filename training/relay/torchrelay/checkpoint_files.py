@@ -11,8 +11,8 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,43 +27,38 @@ STATE_TENSORS, STATE_VALUES, RANKS = "state.safetensors", "state.json", "ranks.p
 KEPT_SNAPSHOTS = 2
 """Number of snapshots of a state in a node's memory, with the one that is being written."""
 
-WriteFiles = Callable[[Path], dict[str, Any] | None]
-
 
 def publish_directory(
-    path: Path, write_files: WriteFiles, mode: int | None = None,
-    *, check: Callable[[], None] | None = None, reused: Path | None = None,
-) -> None:  # fmt: skip
+    path: Path, write_files: Callable[[Path], object], check: Callable[[], None] | None = None
+) -> None:
     """Create or replace a directory of files. The old directory is deleted only after the new one has its name.
 
-    `write_files` receives the directory, and need not flush its files. The directory is new and empty, or `reused`: one
-    with an `unpublished_name`, with its files. It gets the permissions `mode`, and its files get them without the
-    execute bits. If `mode` is None, the umask decides. `check` is called after the write, which may take minutes. If
-    `check` raises, nothing is published. After an error, `reused` stays.
+    `write_files` receives a new, empty directory, and need not flush its files. `check` is as for `publish`.
 
     Raises:
         OSError: a write failed, such as on a full disk. The old directory is unchanged, and no temporary one remains.
     """
-    temporary = reused or unpublished_name(path)
-    try:
-        if not reused:
-            temporary.mkdir(mode=0o777 if mode is None else mode)
+    with _unpublished_directory(path) as temporary:
         write_files(temporary)
-        for file in temporary.iterdir():
-            if mode is not None:
-                file.chmod(mode & 0o666)
         publish(temporary, path, check)
-    except BaseException:
-        if not reused:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
+
+
+@contextmanager
+def _unpublished_directory(path: Path, mode: int = 0o777) -> Iterator[Path]:
+    """Make a directory that is to be published at a path. Remove it at the end of the block if it is not published."""
+    temporary = unpublished_name(path)
+    try:
+        temporary.mkdir(mode)
+        yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def publish(temporary: Path, path: Path, check: Callable[[], None] | None = None) -> None:
     """Flush a file or directory that has an `unpublished_name`, and rename it. The old one is deleted only after that.
 
-    If a kill prevents the second rename, `find_published` returns the old one, and `remove_unpublished` restores it. If
-    `check` raises, nothing is published.
+    If a kill prevents the second rename, `find_published` returns the old one, and `remove_unpublished` restores it.
+    `check` is called after the flush, which may take minutes. If it raises, nothing is published.
     """
     for written in (*temporary.rglob("*"), temporary):
         fsync(written)
@@ -162,46 +157,41 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 
 def save_checkpoint(
-    directory: Path, step: int, write_files: WriteFiles, keep: int | None,
-    *, check: Callable[[], None] | None = None, reused: Path | None = None,
+    directory: Path, step: int, write_files: Callable[[Path], object], keep: int | None,
+    *, check: Callable[[], None] | None = None,
 ) -> Path:  # fmt: skip
-    """Write a checkpoint that only its owner may read, and then delete all but the newest `keep`; None deletes nothing.
+    """Write a checkpoint as `publish_directory` writes a directory, and publish it as `publish_checkpoint` does."""
+    directory.mkdir(exist_ok=True)
+    with _unpublished_directory(checkpoint_path(directory, step), 0o700) as temporary:
+        write_files(temporary)
+        return publish_checkpoint(temporary, step, keep, check=check)
 
-    `write_files` receives the checkpoint's directory. It may return manifest entries of files, which are then not read
-    again. `check` and `reused` are as for `publish_directory`.
+
+def publish_checkpoint(
+    temporary: Path, step: int, keep: int | None, *, described: Mapping[str, Any] = {},
+    check: Callable[[], None] | None = None,
+) -> Path:  # fmt: skip
+    """Publish a checkpoint that only its owner may read. Then delete all but the newest `keep`; None deletes nothing.
+
+    `temporary` is a directory with an `unpublished_name`, among the checkpoints, and has the files. Those that are
+    `described` by their manifest entries are not read again. `check` is as for `publish`.
 
     Raises:
         OSError: the checkpoint could not be written. All older ones are kept.
     """
-
-    def write(temporary: Path) -> None:
-        files = write_files(temporary) or {}
-        others = (file for file in sorted(temporary.iterdir()) if file.name not in {*files, _MANIFEST})
-        files |= {file.name: describe_file(file) for file in others}
-        (temporary / _MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=2))
-
-    directory.mkdir(exist_ok=True)
-    path = checkpoint_path(directory, step)
-    publish_directory(path, write, 0o700, check=check, reused=reused)
+    others = (file for file in sorted(temporary.iterdir()) if file.name not in {*described, _MANIFEST})
+    files = {**described, **{file.name: describe_file(file) for file in others}}
+    (temporary / _MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=2))
+    for file in temporary.iterdir():
+        file.chmod(0o600)
+    path = checkpoint_path(temporary.parent, step)
+    publish(temporary, path, check)
     if keep is not None:
-        for outdated in list_checkpoints(directory)[keep:]:
+        for outdated in list_checkpoints(path.parent)[keep:]:
             remove_published(outdated)
-        for rejected in directory.glob(f"{_REJECTED}*"):
+        for rejected in path.parent.glob(f"{_REJECTED}*"):
             shutil.rmtree(rejected, ignore_errors=True)
     return path
-
-
-def save_snapshot(directory: Path, step: int, write_files: WriteFiles, *, reused: Path | None = None) -> None:
-    """Write a snapshot that only its owner may read, and keep the newest two. Raises OSError as `save_checkpoint`."""
-
-    def write(temporary: Path) -> dict[str, Any]:
-        write_files(temporary)
-        # Hashing would take longer than writing, and no crash tears a file that the memory of a live node holds.
-        files = (file for file in temporary.iterdir() if file.name != _MANIFEST)
-        return {file.name: describe_file(file, hashed=False) for file in files}
-
-    make_private(directory)
-    save_checkpoint(directory, step, write, KEPT_SNAPSHOTS, reused=reused)
 
 
 def make_private(directory: Path) -> None:
@@ -240,7 +230,7 @@ def find_damage(path: Path, first: int = 0, stride: int = 1) -> str:
         OSError: the storage cannot be read. The checkpoint may be intact.
     """
     try:
-        for name, entry in sorted(_manifest_entries(path).items())[first::stride]:
+        for name, entry in sorted(manifest_entries(path).items())[first::stride]:
             if describe_file(path / name, hashed="sha256" in entry) != entry:
                 return f"{name} is not as it was written"
     except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -248,11 +238,7 @@ def find_damage(path: Path, first: int = 0, stride: int = 1) -> str:
     return ""
 
 
-def file_names(path: Path) -> list[str]:
-    """Return the names of the files of an intact checkpoint. Raises OSError if the storage cannot be read."""
-    return list(_manifest_entries(path))
-
-
-def _manifest_entries(path: Path) -> dict[str, Any]:
+def manifest_entries(path: Path) -> dict[str, Any]:
+    """Return the manifest's entries for an intact checkpoint's files. Raises OSError if the storage cannot be read."""
     entries: dict[str, Any] = json.loads((path / _MANIFEST).read_bytes())["files"]
     return entries

@@ -116,7 +116,8 @@ class LoopPosition:
         if self._to_skip:
             restore_random(self._at_batches)
             for generator, state in zip(self._generators, self._at_batches.get("generators", ()), strict=False):
-                _set_state(generator, state)
+                restore = generator.setstate if isinstance(generator, random.Random) else generator.set_state
+                restore(state)
         else:
             self._at_batches = {**here, "generators": tuple(map(_get_state, self._generators))}
         batches = iter(loader)
@@ -186,11 +187,3 @@ def _is_generator(one: object) -> bool:
 
 def _get_state(generator: Any) -> Any:
     return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        version, internal, gauss = state
-        generator.setstate((version, tuple(internal), gauss))
-    else:
-        generator.set_state(state)

@@ -45,11 +45,10 @@ class ThisRank:
             # Programs other than ranks import this module too, and may have any text in such a variable.
             return int(environment[name]) if environment.get(name, "").isdecimal() else usual
 
-        rank, local_rank = number("RANK", 0), number("LOCAL_RANK", 0)
         run_dir = path("TORCHRELAY_RUN_DIR")
         return cls(
-            rank=rank,
-            local_rank=local_rank,
+            rank=number("RANK", 0),
+            local_rank=number("LOCAL_RANK", 0),
             world_size=number("WORLD_SIZE", 1),
             attempt=number("TORCHRELAY_ATTEMPT", 0),
             protocol=environment.get("TORCHRELAY_PROTOCOL"),
@@ -64,13 +63,8 @@ class ThisRank:
 THIS_RANK = ThisRank.find(os.environ)
 
 
-def say(text: str) -> None:
-    """Print a line to this rank's stderr: a script's stdout may be read by a program."""
-    print(f"torchrelay: {text}", file=sys.stderr, flush=True)
-
-
 def warn(text: str) -> None:
-    """Print a warning to this rank's stderr."""
+    """Print a warning to this rank's stderr: a script's stdout may be read by a program."""
     print(f"torchrelay: rank {THIS_RANK.rank}: {text}", file=sys.stderr, flush=True)
 
 
@@ -83,17 +77,12 @@ def check_version() -> None:
 
     Raises OtherVersionError if it has another one, because the script has a copy of this package from another version.
     """
-    protocol, folder = THIS_RANK.protocol, Path(__file__).parent
-    if protocol is None and THIS_RANK.attempt:
+    protocol = THIS_RANK.protocol
+    if protocol != PROTOCOL and (protocol or THIS_RANK.attempt):
         raise OtherVersionError(
-            f"{folder} is of a later version of torchrelay than the one that submitted this run: update torchrelay and "
-            "submit the run again"
-        )
-    if protocol not in {None, PROTOCOL}:
-        raise OtherVersionError(
-            f"{folder} is of another version of torchrelay than the one that submitted this run (protocol {PROTOCOL}, "
-            f"not {protocol}): remove it from your project, and use `from torchrelay import ...`, which works in every "
-            "rank"
+            f"{Path(__file__).parent} is of another version of torchrelay than the one that submitted this run "
+            f"(protocol {PROTOCOL}, not {protocol}): remove it from your project, and use `from torchrelay import ...` "
+            "instead; or update torchrelay, and submit the run again"
         )
 
 

@@ -1,5 +1,6 @@
 """`--python` and `--container`: what the user's environment lacks is found before the queue."""
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -13,7 +14,7 @@ from support.environments import BASE, SITE
 from hpc.base.errors import UserError
 from hpc.submissions.user_python import user_environment
 from hpc.submissions.user_python.user_environment import check, resolve
-from jobs.ranks.rank_environment import activated_environment, is_environment
+from jobs.ranks.rank_environment import activated_environment, environment_of
 
 
 @pytest.fixture
@@ -176,5 +177,5 @@ def test_an_environment_of_conda_is_active_as_one(tmp_path: Path) -> None:
     assert activated_environment(base, python, "/ours") == {
         "PATH": f"{tmp_path}/bin:/usr/bin", "CONDA_PREFIX": str(tmp_path)
     }  # fmt: skip
-    assert is_environment(python)
-    assert not is_environment("/usr/bin/python3"), "its bin would hide the programs of modules"
+    assert environment_of(python)["CONDA_PREFIX"] == str(tmp_path)
+    assert environment_of("/usr/bin/python3") == dict(os.environ), "its bin would hide the programs of modules"

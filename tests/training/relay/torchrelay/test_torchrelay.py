@@ -122,7 +122,7 @@ def test_rank_that_cannot_tell_whether_the_next_attempt_has_begun_writes_nothing
     ("library", "protocol", "advice"),
     [
         ("relay", "2", r"\(protocol 1, not 2\): remove it from your project, and use `from torchrelay import ...`"),
-        ("torchrelay", None, "a later version of torchrelay than the one that submitted this run: update"),
+        ("torchrelay", None, r"\(protocol 1, not None\): .*; or update torchrelay, and submit the run again"),
     ],
 )
 def test_library_that_is_not_of_the_runs_version_says_so_at_each_call_and_writes_nothing(

@@ -9,14 +9,14 @@ import sys
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torchrelay.checkpoint_files import (
-    file_names,
     find_damage,
     find_published,
     list_checkpoints,
+    manifest_entries,
+    publish_checkpoint,
     publish_directory,
     reject,
     remove_unpublished,
@@ -59,12 +59,11 @@ def test_a_checkpoint_is_read_as_it_was_written_and_has_the_files_of_other_relea
 def test_files_of_others_are_described_by_those_who_wrote_them_and_checked_together(tmp_path: Path) -> None:
     """With FSDP, each rank writes its shards, and checks them."""
 
-    def write(directory: Path) -> dict[str, Any]:
-        writing(FILES)(directory)
-        return {"state.json": {"size": 1, "sha256": "of rank 3"}}
-
-    path = save_checkpoint(tmp_path, 7, write, keep=2)
-    assert file_names(path) == ["state.json", "state.safetensors"]
+    temporary = unpublished_name(tmp_path / "step-00000007")
+    temporary.mkdir()
+    writing(FILES)(temporary)
+    path = publish_checkpoint(temporary, 7, 2, described={"state.json": {"size": 1, "sha256": "of rank 3"}})
+    assert list(manifest_entries(path)) == ["state.json", "state.safetensors"]
     assert "state.json is not as it was written" in find_damage(path)
     assert [bool(find_damage(path, rank, 2)) for rank in range(2)] == [True, False]
 
@@ -139,7 +138,7 @@ directory = Path(sys.argv[1])
 @pytest.mark.parametrize(
     "removal",
     [
-        "save_checkpoint(directory, 30, lambda path: (path / 'state.json').write_text('{}') and None, keep=1)",
+        "save_checkpoint(directory, 30, lambda path: (path / 'state.json').write_text('{}'), keep=1)",
         "remove_newer(directory, 10)",
         "remove_published(directory / 'step-00000020')",
     ],

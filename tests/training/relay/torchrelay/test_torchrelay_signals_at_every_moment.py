@@ -29,7 +29,7 @@ MOMENTS = {
     "the first step": "training.engine.step:Stepper.step",
     "logging the loss": "training.engine.trainer:Trainer.log_if_due",
     "copying the state": "torchrelay.saving.tensor_files:Image.fill",
-    "writing a checkpoint": "torchrelay.saving.state_writer:save_checkpoint",
+    "writing a checkpoint": "torchrelay.saving.state_writer:publish_checkpoint",
     "taking a snapshot": "torchrelay.saving.state_writer:StateWriter.save",
     "an evaluation": "training.evaluation.evaluator:Evaluator._evaluate_batch",
     "keeping the best model": "training.monitoring.run_logger:RunLogger.save_best",

@@ -21,15 +21,17 @@ from ..checkpoint_files import (
     KEPT_SNAPSHOTS,
     STATE_TENSORS,
     checkpoint_path,
+    describe_file,
     list_checkpoints,
     make_private,
+    publish_checkpoint,
     remove_published,
-    save_snapshot,
     unpublish,
     unpublished_name,
     write_all,
 )
 from ..node_memory import lacking_space
+from ..progress_files import progress_files
 from ..rank_exchange import RankGroup, reason_of
 from .owner import Owner
 from .restoring import shard_directory
@@ -144,15 +146,14 @@ class SnapshotFiles:
         if not self._next:
             raise ValueError("no snapshot is to be published")
         directory, image = self._next
-
-        def write(directory: Path) -> None:
-            write_all(directory, others)
-            if not image.is_at(directory / STATE_TENSORS):
-                raise FileNotFoundError(f"{directory / STATE_TENSORS} was removed")
-
-        save_snapshot(self.directory, step, write, reused=directory)
+        write_all(directory, others)
+        if not image.is_at(directory / STATE_TENSORS):
+            raise FileNotFoundError(f"{directory / STATE_TENSORS} was removed")
+        # Hashing would take longer than writing, and no crash tears a file that the memory of a live node holds.
+        described = {name: describe_file(directory / name, hashed=False) for name in (STATE_TENSORS, *others)}
+        path = publish_checkpoint(directory, step, KEPT_SNAPSHOTS, described=described)
         self._next = None
-        self._published.append((checkpoint_path(self.directory, step), image))
+        self._published.append((path, image))
 
 
 class NodeSnapshots:
@@ -256,7 +257,7 @@ class NodeSnapshots:
         if not problem:
             self.remove_others()
             if self._image and self._peers.is_rank_zero:
-                self._owner.snapshot_saved(step, self._node_bytes)
+                progress_files.snapshot(step, self._node_bytes)
 
     def _exchange(self, step: int, others: Mapping[str, bytes]) -> str:
         """Send this rank's snapshot and receive others, or only wait until all ranks have theirs.

@@ -182,22 +182,13 @@ def check_restorable(objects: Objects) -> None:
 # --- restoring ---
 
 
-@dataclass(frozen=True, kw_only=True)
-class Loading:
-    """A state that is being loaded: memory for its tensors, and what to do once they are there."""
-
-    parts: dict[str, Part] = field(default_factory=dict)
-    """The memory for what this rank needs of each saved tensor, by name."""
-    loads: list[Callable[[], object]] = field(default_factory=list)
-
-    def finish(self) -> None:
-        """Load the tensors, which are in the memory, into the objects."""
-        for load in self.loads:
-            load()
-
-
-def begin_loading(objects: Objects, values: Mapping[str, Any], own: bytes, wholes: Mapping[str, Tensor]) -> Loading:
+def begin_loading(
+    objects: Objects, values: Mapping[str, Any], own: bytes, wholes: Mapping[str, Tensor]
+) -> tuple[dict[str, Part], list[Callable[[], object]]]:
     """Provide memory for a saved state. All ranks must call this.
+
+    Returns the memory for what this rank needs of each saved tensor, by name, and functions that load the objects: call
+    them once the tensors are in the memory.
 
     Args:
         objects: those to restore.
@@ -212,18 +203,18 @@ def begin_loading(objects: Objects, values: Mapping[str, Any], own: bytes, whole
     saved, present = {*values, *states}, {*objects.shared, *objects.own}
     if saved != present:
         raise KeyError(f"the saved state is of {_list(saved)}, and state() got {_list(present)}")
-    loading = Loading()
+    parts, loads = dict[str, Part](), list[Callable[[], object]]()
 
     def memory(of: str, provide: Callable[[str, Tensor], Tensor], name: str) -> Tensor:
         tensor = provide(name.removeprefix(f"{of}/"), wholes[name])
-        loading.parts[name] = part_of(tensor)
+        parts[name] = part_of(tensor)
         return tensor
 
     for name, each in objects.shared.items():
         state = join(values[name], partial(memory, name, _memory_for(each)))
-        loading.loads.append(partial(_load, each, state))
-    loading.loads.extend(partial(each.load_state_dict, states[name]) for name, each in objects.own.items())
-    return loading
+        loads.append(partial(_load, each, state))
+    loads.extend(partial(each.load_state_dict, states[name]) for name, each in objects.own.items())
+    return parts, loads
 
 
 def _list(names: Collection[str]) -> str:

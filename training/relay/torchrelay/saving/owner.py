@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..progress_files import progress_files
-from ..this_rank import check_no_later_attempt, say, warn
+from ..this_rank import check_no_later_attempt, warn
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 class Owner:
     """The training whose states are saved: a script, unless a subclass overrides methods.
 
-    The background thread calls `check`, `accepts`, `publishing` and `snapshot_saved`, and may call `event` and `warn`.
+    The background thread calls `check`, `accepts` and `publishing`, and may call `event` and `warn`.
     """
 
     def __init__(self) -> None:
-        self._warned, self._has_said_size = set[str](), False
+        self._warned = set[str]()
 
     def check(self) -> None:
         """Raise an error if this attempt may not write any more."""
@@ -31,13 +31,6 @@ class Owner:
 
     def publishing(self, step: int) -> None:
         """Called before a checkpoint, whose files are written, is published."""
-
-    def snapshot_saved(self, step: int, node_bytes: int) -> None:
-        """Called on rank 0 when its node has a snapshot. The snapshots of its node take `node_bytes` together."""
-        progress_files.snapshot(step, node_bytes)
-        if not self._has_said_size:
-            self._has_said_size = True
-            say(f"snapshots take {node_bytes / 1e6:,.1f} MB of each node's memory, and at most 1 % of the time")
 
     def event(self, name: str, **fields: Any) -> None:
         """Append an event to the run's ledger, on rank 0."""

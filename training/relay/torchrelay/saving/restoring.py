@@ -22,9 +22,9 @@ from ..checkpoint_files import (
     STATE_TENSORS,
     STATE_VALUES,
     checkpoint_path,
-    file_names,
     find_damage,
     list_checkpoints,
+    manifest_entries,
     reject,
     remove_published,
     remove_unpublished,
@@ -231,7 +231,7 @@ class Restorer:
         names, problem = list[str](), ""
         with suppress(OSError, ValueError, KeyError, TypeError):  # unreadable or damaged: noticed later
             if self.peers.is_rank_zero:
-                names = sorted(file_names(checkpoint))
+                names = sorted(manifest_entries(checkpoint))
                 if STATE_VALUES not in names:
                     problem = f"{', '.join(names)} instead of {STATE_TENSORS} and {STATE_VALUES}"
                 elif (found := json.loads((checkpoint / STATE_VALUES).read_bytes()).get("format")) != FORMAT:
@@ -258,10 +258,11 @@ class Restorer:
             raise _Unusable(problem)
         content = _Content.of(peers, self.owner, candidate, files, sources)
         # If there are more ranks than at the save, some continue with the same state as others.
-        loading = begin_loading(self.objects, values["objects"], every[peers.rank % len(every)], content.wholes)
+        parts, loads = begin_loading(self.objects, values["objects"], every[peers.rank % len(every)], content.wholes)
         self._is_half_loaded = True
-        content.read(loading.parts)
-        loading.finish()
+        content.read(parts)
+        for load in loads:
+            load()
         self._is_half_loaded = False
 
     def _read_values(self, candidate: Candidate, files: Mapping[int, Path], source: int) -> tuple[Any, list[bytes]]:

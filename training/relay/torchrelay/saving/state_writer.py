@@ -22,7 +22,7 @@ from ..checkpoint_files import (
     STATE_VALUES,
     checkpoint_path,
     fsync,
-    save_checkpoint,
+    publish_checkpoint,
     unpublished_name,
     write_all,
 )
@@ -344,9 +344,7 @@ class StateWriter:
             files = {file: entry for written in peers.all_gather_json(entries) for file, entry in written.items()}
             with peers.raise_together():
                 if peers.is_rank_zero:
-                    save_checkpoint(
-                        directory, step, lambda _: files, self.keep, check=self.owner.check, reused=temporary
-                    )
+                    publish_checkpoint(temporary, step, self.keep, described=files, check=self.owner.check)
         finally:
             if peers.is_rank_zero:
                 shutil.rmtree(temporary, ignore_errors=True)  # there is none if the checkpoint has been published

@@ -41,11 +41,6 @@ class Block:
         """Whether the block is the whole tensor."""
         return self.shape == self.whole
 
-    @property
-    def as_whole(self) -> Block:
-        """The whole tensor of which this is a block."""
-        return Block(offset=(0,) * len(self.whole), shape=self.whole, whole=self.whole)
-
     def common_size(self, other: Block) -> int:
         """Return the number of elements that two blocks of a tensor share."""
         common = self.common(other)
@@ -348,8 +343,7 @@ def read_whole_tensors(directory: Path) -> dict[str, Tensor]:
             elif (name, saved.block) not in copied:
                 copied.add((name, saved.block))
                 whole = found.setdefault(name, torch.empty(saved.block.whole, dtype=saved.kind))
-                target = Part(tensor=whole, block=saved.block.as_whole)
-                missing[name] = missing.get(name, whole.numel()) - file.read_into(target, name)
+                missing[name] = missing.get(name, whole.numel()) - file.read_into(part_of(whole), name)
     if lacking := [name for name, count in missing.items() if count > 0]:
         raise ValueError(f"{directory} lacks elements of {lacking[0]}")
     return found

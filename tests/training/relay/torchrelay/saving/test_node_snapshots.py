@@ -13,7 +13,7 @@ from torchrelay.checkpoint_files import (
     checkpoint_path,
     find_damage,
     list_checkpoints,
-    save_snapshot,
+    save_checkpoint,
     step_of,
 )
 from torchrelay.saving.node_snapshots import SnapshotFiles
@@ -78,7 +78,7 @@ def test_the_snapshots_of_an_earlier_attempt_are_removed_and_not_written_again(t
         (directory / STATE_TENSORS).write_bytes(b"of another process, which may still map it")
 
     for step in (1, 2):
-        save_snapshot(tmp_path, step, write)
+        save_checkpoint(tmp_path, step, write, keep=2)
     old = [(path / STATE_TENSORS).open("rb") for path in list_checkpoints(tmp_path)]
     files = SnapshotFiles(tmp_path)
     fill(files, state(3))

@@ -12,11 +12,12 @@ ALONE = RankGroup(rank=0, local_rank=0, world_size=1, control=None)
 def load(saved: Saveable, into: Saveable) -> None:
     captured = capture(Objects(shared={"model": saved}), 1, ALONE)
     wholes = {name: part.tensor.to("meta") for name, part in captured.parts.items()}
-    loading = begin_loading(Objects(shared={"model": into}), captured.values, b"", wholes)
+    parts, loads = begin_loading(Objects(shared={"model": into}), captured.values, b"", wholes)
     with torch.no_grad():
-        for name, part in loading.parts.items():
+        for name, part in parts.items():
             part.tensor.copy_(captured.parts[name].tensor)
-    loading.finish()
+    for load in loads:
+        load()
 
 
 def filled(model: nn.Module, first: int) -> nn.Module:
