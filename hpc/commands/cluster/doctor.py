@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +25,8 @@ from hpc.run.events.ledger import attempt_prefix
 from hpc.slurm import bad_nodes
 from hpc.slurm import client as slurm
 from hpc.status.printing import console_for
-from hpc.submissions.checks import lacks_hard_links
 from hpc.submissions.options import with_defaults
 from hpc.submissions.sbatch.sbatch_advice import explain
-from hpc.submissions.user_python import user_environment
 
 _STYLES = {Severity.COST: "red", Severity.NOTE: "yellow", Severity.UNKNOWN: "dim"}
 _PIPE_WIDTH, _WHERE_WIDTH = 120, 24
@@ -109,18 +106,10 @@ def examine_nodes(options: DoctorOptions, partition: str) -> list[Finding]:
 def inspect_login(options: DoctorOptions, nodes: Sequence[NodeInfo] = ()) -> LoginNode:
     """Describe the login node. `nodes` are the compute nodes that were inspected."""
     real = expanded(options.runs_dir).resolve()
-    found = user_environment.find_python()
-    python = options.python or (found.path if found else None)
-    without_links = False
-    with suppress(OSError):  # the storage is full, or the user may not write to it
-        without_links = lacks_hard_links(real)
     has_started = any(real.glob(f"*/events/{attempt_prefix(1)}*"))
     return LoginNode(
         runs_dir=str(real),
         runs_type=file_system_type(options.runs_dir),
-        torch=user_environment.torch_build(python),
-        python=str(python or sys.executable),
-        lacks_hard_links=without_links,
         nodes_see_runs=has_started or (bool(nodes) and all(node.sees_runs for node in nodes)),
         bad_nodes=tuple(map(str, bad_nodes.known(real))),
     )
