@@ -19,7 +19,6 @@ class Severity(StrEnum):
     """Runs will lose work or time, or fail."""
     NOTE = "note"
     """Runs may lose work or time in some cases."""
-    UNKNOWN = "unknown"
     OK = "ok"
 
 
@@ -49,12 +48,11 @@ Check = Callable[[Facts], Finding | None]
 ok = partial(Finding, Severity.OK)
 note = partial(Finding, Severity.NOTE)
 costs = partial(Finding, Severity.COST)
-_UNKNOWN = Finding(Severity.UNKNOWN, "not reported")
 
 
 def judge(checks: Mapping[str, Check[Facts]], facts: Facts, where: str) -> list[Finding]:
-    """Return the finding of each check in a table. A check that returns None, for lack of facts, counts as UNKNOWN."""
-    return [(check(facts) or _UNKNOWN).at(name, where) for name, check in checks.items()]
+    """Return the finding of each check in a table, except of checks that return None, for lack of facts."""
+    return [finding.at(name, where) for name, check in checks.items() if (finding := check(facts))]
 
 
 def merge(findings: Iterable[Finding]) -> list[Finding]:

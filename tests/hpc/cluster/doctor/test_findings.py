@@ -106,7 +106,6 @@ TEXTS = {
         ("AllocNodes", {}, {"AllocNodes": "login[1-2]"}, "note", ["login[1-2]", "PartitionName=gpu"]),
         ("private /tmp", {}, {}, "ok", []),
         ("private /tmp", {"JobContainerType": "job_container/tmpfs"}, {}, "note", ["--stage-dir"]),
-        ("preemption", {}, {"GraceTime": "UNLIMITED"}, "unknown", []),
     ],
 )  # fmt: skip
 def test_finding_about_slurm(
@@ -127,8 +126,12 @@ def test_newer_name_of_a_setting_is_known() -> None:
 
 
 def test_what_is_not_reported_is_not_judged() -> None:
-    found = judge(OF_SLURM, ClusterConfig(config={}, partition={}), "cluster")
-    assert {finding.check for finding in found if finding.severity is not Severity.UNKNOWN} == set()
+    assert judge(OF_SLURM, ClusterConfig(config={}, partition={}), "cluster") == []
+    unlimited = judge(OF_SLURM, cluster({}, {"GraceTime": "UNLIMITED"}), "cluster")
+    assert "preemption" not in {finding.check for finding in unlimited}
+    assert "preflight" not in {finding.check for finding in judge(OF_NODE, replace(NODE, world_size=0), "gpu01")}
+    login = judge(OF_LOGIN, replace(LOGIN, runs_type=None), "login")
+    assert "runs directory" not in {finding.check for finding in login}
 
 
 LOGIN = LoginNode(runs_dir="/home/me/runs", runs_type="nfs4")
@@ -138,7 +141,6 @@ LOGIN = LoginNode(runs_dir="/home/me/runs", runs_type="nfs4")
     ("check", "changes", "severity"),
     [
         ("runs directory", {}, "ok"),
-        ("runs directory", {"runs_type": None}, "unknown"),
         ("runs directory", {"runs_type": "ext4"}, "note"),
         ("runs directory", {"runs_type": "ext4", "nodes_see_runs": True}, "ok"),
         ("runs directory", {"runs_type": "tmpfs"}, "cost"),
@@ -169,7 +171,6 @@ NODE = NodeInfo(
         ("runs directory", {"sees_runs": False}, "cost", "--runs-dir"),
         ("Slurm's commands", {"slurm_error": "sbatch: not on the PATH"}, "cost", "sbatch: not"),
         ("preflight", {"problem": "gpu01 computes wrongly"}, "cost", "computes wrongly"),
-        ("preflight", {"world_size": 0}, "unknown", ""),
         ("preflight", {}, "ok", "2 ranks on H200, all-reduce 9.1 GB/s"),
         ("preflight", {"device": "CPU"}, "cost", "GB/s; there is no NVIDIA driver"),
     ],
