@@ -127,8 +127,6 @@ def run_srun(command: Sequence[str]) -> str:
 def first_error(stderr: str) -> str:
     """Return the last line of stderr that names an error or, without one, the last line; empty without lines."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    # After an option that is unknown or lacks its value, the last line that Slurm prints is `Try "..."`.
-    lines = [line for line in lines if not line.startswith('Try "')]
     errors = [line for line in lines if "error" in line.lower() or "unable" in line.lower()]
     return (errors or lines or [""])[-1]
 
@@ -136,11 +134,6 @@ def first_error(stderr: str) -> str:
 def is_configured(environment: Mapping[str, str]) -> bool:
     """Return whether a cluster is configured by SLURM_CONF or in the usual files."""
     return "SLURM_CONF" in environment or any(path.exists() for path in _CLUSTER_CONFIGURATIONS)
-
-
-def is_available() -> bool:
-    """Return whether Slurm's commands are installed and configured."""
-    return why_unavailable() is None
 
 
 def why_unavailable() -> str | None:
