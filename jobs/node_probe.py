@@ -24,11 +24,10 @@ from hpc.base.node_info import inspect_node
 from hpc.base.transport import pick_port
 from hpc.base.units import PortRange
 from hpc.run.nodedir import stage_dir_on_node
-from hpc.run.own_packages import packages_alone
+from hpc.run.own_packages import packages_alone, users_pythonpath
 from hpc.run.rundir import RunDir
 from hpc.run.spec import Network
 from hpc.slurm import squeue
-from hpc.slurm.pythonpath import users_pythonpath
 from jobs import claim
 from jobs.control.channel import ControlChannel, ControlClient, ControlServer, first_node_hosts, own_addresses
 from jobs.control.messages import Directive, NodeStatus

@@ -21,11 +21,11 @@ from hpc.base.files import write_atomic
 from hpc.base.kernel import ENDING_SIGNALS, start_time
 from hpc.run.events.kinds import Submitted
 from hpc.run.events.ledger import EventWriter
+from hpc.run.own_packages import own_pythonpath
 from hpc.run.rundir import RunDir
 from hpc.run.spec import Resources, RunSpec
 from hpc.slurm import bad_nodes, handover, sinfo, squeue, submission
 from hpc.slurm.predecessors import dependency
-from hpc.slurm.pythonpath import own_pythonpath
 from hpc.slurm.submission import StartEstimate, lacks_nodes, parse_estimate
 
 # The script's srun inherits these variables from the shell in which sbatch was typed. In another job's shell, they pin

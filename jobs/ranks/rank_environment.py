@@ -27,8 +27,8 @@ from hpc.base.environment import (
 from hpc.base.errors import TorchrelayError
 from hpc.run.events import ledger
 from hpc.run.nodedir import NodeDir
+from hpc.run.own_packages import users_pythonpath
 from hpc.services.tracking.tracker import rank_variables
-from hpc.slurm.pythonpath import users_pythonpath
 from jobs.control.channel import interface_of
 from jobs.control.messages import Directive
 from jobs.node_attempt import NodeAllocation, NodeAttempt

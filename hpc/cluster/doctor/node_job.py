@@ -16,10 +16,10 @@ from hpc.base.flags import Flag
 from hpc.base.node_info import NodeInfo
 from hpc.base.units import NodeRange, TimeLimit
 from hpc.commands import cli
+from hpc.run.own_packages import own_pythonpath
 from hpc.run.spec import Network, Resources
 from hpc.slurm import client as slurm
 from hpc.slurm import sinfo
-from hpc.slurm.pythonpath import own_pythonpath
 from hpc.submissions.resources import resolve_resources
 from hpc.submissions.user_python import user_environment
 

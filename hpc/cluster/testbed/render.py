@@ -111,7 +111,7 @@ exec slurmd -b -N {{name}} -f {layout.SLURM_CONF}
 def slurm_conf(shape: TestbedShape) -> str:
     """Return the text of slurm.conf."""
     # A dead node is marked down within a minute (Slurm's default is 300 s, and the tests would wait for it).
-    settings = {"SlurmdTimeout": str(shape.seconds_to_down), **_SETTINGS, **shape.kind.slurm_conf}
+    settings = {"SlurmdTimeout": str(shape.slurmd_timeout), **_SETTINGS, **shape.kind.slurm_conf}
     text = f"{_CONTROLLER}{_assignments(settings, chr(10))}\n"
     if shape.has_accounting:
         text += _ACCOUNTING
