@@ -95,14 +95,11 @@ def examine(probe: Probe, stage_dir: Path, stack: ExitStack) -> Iterator[dict[st
         "sees_runs": sees_runs,
     }
     if not sees_runs:
-        # Without the runs directory, a node can only examine itself.
-        own = stack.enter_context(tempfile.TemporaryDirectory(prefix="torchrelay-doctor-"))
-        alone = replace(probe.allocation, node_rank=0, hostnames=(probe.allocation.host,))
-        probe = replace(probe, run=RunDir(Path(own)), allocation=alone)
+        return  # the nodes meet in this directory
     channel, secret = meet(probe, stack)
     yield run_ranks(probe, channel, secret)
     yield {"stage_gb_per_second": write_speed(stage_dir) if stage_dir.is_dir() else None}
-    yield {"runs_gb_per_second": write_speed(probe.run.path) if sees_runs else None}
+    yield {"runs_gb_per_second": write_speed(probe.run.path)}
 
 
 def client_error() -> str:

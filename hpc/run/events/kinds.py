@@ -171,7 +171,6 @@ class Joined(Event, frozen=True, kw_only=True):
 
     node: str
     node_rank: Int | None = None
-    clock_skew_seconds: Number | None = None
 
 
 class Staging(Event, frozen=True, kw_only=True):
