@@ -9,7 +9,6 @@ from hpc.slurm.client import TESTBED_DIRECTORY
 
 LOGIN_NAME = "login"
 LOGIN_ADDRESS = "10.77.0.254"
-_MAX_NODES = 99
 
 ROOT = TESTBED_DIRECTORY
 # The TestbedShape as JSON: the first file that `up` writes.
@@ -18,8 +17,6 @@ STATE = ROOT / "state.json"
 SLURM_CONF = ROOT / "slurm.conf"
 GRES_CONF = ROOT / "gres.conf"
 SLURMDBD_CONF = ROOT / "slurmdbd.conf"
-JOB_SUBMIT = ROOT / "job_submit.lua"
-JOB_CONTAINER = ROOT / "job_container.conf"
 # Every node's /etc/hosts.
 HOSTS = ROOT / "hosts"
 MUNGE = ROOT / "munge"
@@ -98,7 +95,7 @@ class TestbedShape:
     def __post_init__(self) -> None:
         """Raise UserError for a number that Slurm or the address range does not allow."""
         for flag, value, minimum, maximum, example in (
-            ("--nodes", self.nodes, 1, _MAX_NODES, 4),
+            ("--nodes", self.nodes, 1, 99, 4),
             ("--gpus-per-node", self.gpus_per_node, 0, 16, 4),
             ("--slurmd-timeout", self.slurmd_timeout, 5, 65_533, 300),
         ):

@@ -23,12 +23,12 @@ class Profile:
     """Format of a node's name from its number, which counts from 1."""
     account: Mapping[str, str] = field(default_factory=dict)
     """Limits of the account `users`. If not empty, accounting runs."""
-    job_submit: str = ""
     named_network: str = "10.77.0"
     """Network of the addresses to which the nodes' names resolve. NodeAddr is always in the network 10.77.0."""
     boot: str = ""
     """Commands that each node runs first when it boots; `{number}` is the node's number."""
-    job_container: str = ""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Slurm's further configuration files, by name."""
 
 
 # Slurm asks no plugin about a requeue, but a plugin can mark every new job as one that must not be requeued.
@@ -102,13 +102,13 @@ PROFILES: dict[ProfileName, Profile] = {
     "strict": Profile(
         slurm_conf={"AccountingStorageEnforce": "associations,limits,qos", "JobSubmitPlugins": "lua"},
         account={"MaxSubmitJobs": "1"},
-        job_submit=_NO_REQUEUE_NO_UPDATE,
+        files={"job_submit.lua": _NO_REQUEUE_NO_UPDATE},
     ),
     "addresses": Profile(named_network="10.88.0", boot=_THREE_NETWORKS),
     "ranges": Profile(node_name="gpu{:03d}", boot=_KNOWN_NEIGHBOURS),
     "private": Profile(
         slurm_conf={"JobContainerType": "job_container/tmpfs", "PrologFlags": "Contain"},
-        job_container="AutoBasePath=true\nBasePath=/mnt\n",
+        files={"job_container.conf": "AutoBasePath=true\nBasePath=/mnt\n"},
         boot=_PRIVATE_DIRECTORIES,
     ),
     # Before Slurm 25.11, which introduced this parameter, the profile behaves like the usual one.

@@ -166,12 +166,12 @@ def files(shape: TestbedShape, host_name: str) -> dict[Path, str]:
         layout.GRES_CONF: gres_conf(shape),
         layout.HOSTS: hosts(shape, host_name),
         layout.LOGIN_SCRIPT: _LOGIN,
-        layout.SLURMDBD_CONF: _SLURMDBD if shape.has_accounting else "",
-        layout.JOB_SUBMIT: shape.kind.job_submit,
-        layout.JOB_CONTAINER: shape.kind.job_container,
+        **{layout.ROOT / name: text for name, text in shape.kind.files.items()},
     }
+    if shape.has_accounting:
+        found[layout.SLURMDBD_CONF] = _SLURMDBD
     for number, node in enumerate(shape.all_nodes, 1):
         found[layout.boot_script(node.name)] = _BOOT.format(
             boot=shape.kind.boot.replace("{number}", str(number)), name=node.name, address=node.address
         )
-    return {path: text for path, text in found.items() if text}
+    return found
