@@ -24,7 +24,6 @@ from hpc.services.tracking.tracker import TITLES, Tracker, read_points
 
 _POLL_SECONDS = 15.0
 _RETRY_SECONDS = 300.0
-_NICE = 10
 
 
 def send_new(run: RunDir, tracker: Tracker) -> int:
@@ -45,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     # A requeue signals all processes of the job. This one ignores the signals, and sends the last points meanwhile.
     for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    os.nice(_NICE)
+    os.nice(10)
     writer = EventWriter(run.events / f"{attempt_prefix(attempt)}tracking-{service}.jsonl", attempt)
     while True:
         try:
