@@ -17,10 +17,7 @@ from hpc.base.errors import UserError
 from hpc.base.text import did_you_mean
 
 _FILE = "torchrelay.yaml"
-_SITE = Path("/etc") / _FILE
 _REPEATABLE = {"sbatch", "setup"}
-# A preset is not a default: it is chosen for one run.
-_PRESET = "recipe"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +49,8 @@ def with_files(
         UserError: a file cannot be read or has an unknown flag.
     """
     config = typed.get("config")
-    file = {} if config is None else read_settings("--config", Path(config), {**known, _PRESET: False})
+    # A recipe is not a default: it is chosen for one run.
+    file = {} if config is None else read_settings("--config", Path(config), {**known, "recipe": False})
     below = {name: value for name, value in defaults.items() if name in known}
     chosen = preset(_overlaid(below, file, typed))
     return overlay(_overlaid(below, chosen, file), typed)
@@ -107,7 +105,7 @@ def read_settings(flag: str, path: Path, known: Mapping[str, bool] | None) -> di
 
 def default_files() -> tuple[Path, ...]:
     """Return the paths of the site's and the user's file of defaults, which may not exist."""
-    return _SITE, platformdirs.user_config_path() / _FILE
+    return Path("/etc") / _FILE, platformdirs.user_config_path() / _FILE
 
 
 def read_defaults(known: Mapping[str, bool] | None = None) -> list[Defaults]:

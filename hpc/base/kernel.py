@@ -240,16 +240,10 @@ def resident_memory_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def _lines(name: str) -> list[str]:
-    try:
-        return Path("/proc", name).read_text(errors="replace").splitlines()
-    except OSError:
-        return []
-
-
 def file_system_type(path: Path) -> str | None:
     """Return the file system type of a path, which need not exist; None if unknown."""
-    return mounted_type(_lines("mounts"), expanded(path).resolve())
+    mounts = Path("/proc/mounts").read_text(errors="replace").splitlines()
+    return mounted_type(mounts, expanded(path).resolve())
 
 
 def mounted_type(mounts: Sequence[str], path: Path) -> str | None:

@@ -28,8 +28,6 @@ _CRED_EXPIRE_SECONDS = 120
 LONG_REQUEUE_DELAY_SECONDS = 15
 """If Slurm holds requeued jobs for more seconds than this, a run continues in a new job."""
 TESTBED_DIRECTORY = Path("/run/torchrelay-testbed")
-# The path of another job's script may have any bytes, whatever the locale.
-_ENCODING, _ENCODING_ERRORS = sys.getfilesystemencoding(), sys.getfilesystemencodeerrors()
 Fields = Mapping[str, str]
 
 
@@ -105,7 +103,8 @@ def complete(
     try:
         return subprocess.run(
             command, env=own, input=text, capture_output=True, check=False, timeout=_TIMEOUT_SECONDS,
-            encoding=_ENCODING, errors=_ENCODING_ERRORS,
+            # The path of another job's script may have any bytes, whatever the locale.
+            encoding=sys.getfilesystemencoding(), errors=sys.getfilesystemencodeerrors(),
         )  # fmt: skip
     except FileNotFoundError as error:
         raise TorchrelayError(f"{command[0]} is not on the PATH: is this a node of a Slurm cluster?") from error
