@@ -1,6 +1,6 @@
 """What a start costs on more and more nodes, of a real Slurm on one machine: agents, staging, rendezvous.
 
-    .venv/bin/hpc testbed up --profile ranges
+    .venv/bin/hpc testbed up --profile ranges --nodes 32
     .venv/bin/python -m benchmarks.nodes
 
 Each run has one rank per node, which prints when it starts; its data are 16 MB in 64 files. All nodes share the CPUs of

@@ -256,8 +256,7 @@ class _Agent:
                 f"{node.host} cannot reach the agent on {allocation.first_node}, port {node.attempt.port}, at {tried}: "
                 "is there a firewall between the nodes (--port-range), or must they use another network (--interface)?"
             )
-        skew = round(channel.clock_skew_seconds, 3)
-        node.record(Joined(node=node.host, node_rank=allocation.node_rank, clock_skew_seconds=skew))
+        node.record(Joined(node=node.host, node_rank=allocation.node_rank))
 
     def _next_round(self) -> Directive | None:
         """Wait for a round that includes this node; return its directive, or None if this node must leave."""

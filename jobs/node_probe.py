@@ -24,20 +24,12 @@ from hpc.base.node_info import inspect_node
 from hpc.base.transport import pick_port
 from hpc.base.units import PortRange
 from hpc.run.nodedir import stage_dir_on_node
-from hpc.run.own_packages import packages_alone
+from hpc.run.own_packages import packages_alone, users_pythonpath
 from hpc.run.rundir import RunDir
 from hpc.run.spec import Network
 from hpc.slurm import squeue
-from hpc.slurm.pythonpath import users_pythonpath
 from jobs import claim
-from jobs.control.channel import (
-    ControlChannel,
-    ControlClient,
-    ControlServer,
-    first_node_hosts,
-    interface_of,
-    own_addresses,
-)
+from jobs.control.channel import ControlChannel, ControlClient, ControlServer, first_node_hosts, own_addresses
 from jobs.control.messages import Directive, NodeStatus
 from jobs.node_attempt import NodeAllocation, find_allocation
 from jobs.ranks.rank_environment import environment_of, rank_environment, torchrun_environment
@@ -102,16 +94,11 @@ def examine(probe: Probe, stage_dir: Path, stack: ExitStack) -> Iterator[dict[st
         "sees_runs": sees_runs,
     }
     if not sees_runs:
-        # Without the runs directory, a node can only examine itself.
-        own = stack.enter_context(tempfile.TemporaryDirectory(prefix="torchrelay-doctor-"))
-        alone = replace(probe.allocation, node_rank=0, hostnames=(probe.allocation.host,))
-        probe = replace(probe, run=RunDir(Path(own)), allocation=alone)
+        return  # the nodes meet in this directory
     channel, secret = meet(probe, stack)
-    if probe.allocation.num_nodes > 1:
-        yield {"interface": interface_of(channel.own_address)}
     yield run_ranks(probe, channel, secret)
     yield {"stage_gb_per_second": write_speed(stage_dir) if stage_dir.is_dir() else None}
-    yield {"runs_gb_per_second": write_speed(probe.run.path) if sees_runs else None}
+    yield {"runs_gb_per_second": write_speed(probe.run.path)}
 
 
 def client_error() -> str:

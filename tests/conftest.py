@@ -72,12 +72,11 @@ _testbed: dict[str, Any] = {}
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Have the testbed be the kind of cluster that the test's marker `profile` names, or else the usual one."""
     marker = item.get_closest_marker("profile")
-    profile = marker.args[0] if marker else "usual"
+    profile, *flags = marker.args if marker else ("usual", "--nodes=4", "--gpus-per-node=4")
     if "testbed" in item.fixturenames and _testbed.get("profile") != profile:  # type: ignore[attr-defined]
         need("slurmctld", "slurmd", "munged", "sbatch", "ip")
         _testbed.setdefault("was_up", hpc_json("testbed", "status")["up"])
-        shape = ("--nodes=4", "--gpus-per-node=4") if profile == "usual" else ("--profile", profile)
-        _testbed.update(hpc_json("testbed", "up", *shape), profile=profile)
+        _testbed.update(hpc_json("testbed", "up", "--profile", profile, *flags), profile=profile)
 
 
 @pytest.fixture(autouse=True)

@@ -8,13 +8,10 @@ import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-_ENGINES = ("apptainer", "singularity")
-_NVIDIA = Path("/dev/nvidiactl")
-
 
 def find_engine() -> str | None:
     """Return the path of apptainer, or of singularity, which has the same commands; None if neither is on the PATH."""
-    return next(filter(None, map(shutil.which, _ENGINES)), None)
+    return next(filter(None, map(shutil.which, ("apptainer", "singularity"))), None)
 
 
 def inside(
@@ -30,6 +27,6 @@ def inside(
         f"--pwd={directory}",
         # Python must not mix the packages of the image with those in this machine's ~/.local.
         "--env=PYTHONNOUSERSITE=1",
-        *(["--nv"] if _NVIDIA.exists() else []),
+        *(["--nv"] if Path("/dev/nvidiactl").exists() else []),
         str(image), *program,
     ]  # fmt: skip

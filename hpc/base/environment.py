@@ -27,7 +27,7 @@ CALLBACKS = "TORCHRELAY_CALLBACKS"
 
 # Our own processes on a node set these for each other.
 DEVICE = "TORCHRELAY_DEVICE"
-"""Device that the agent tells the ranks of the classifier to use: `cuda` or `cpu` (hpc.run.device_choice)."""
+"""Device that the agent tells the ranks of the classifier to use: `cuda` or `cpu` (jobs.ranks.rank_environment)."""
 PRELOAD = "TORCHRELAY_PRELOAD"
 """Modules to import before torchrun forks a user's script, joined by commas. The agent sets it, torchrun removes it."""
 SECRET = "TORCHRELAY_SECRET"  # noqa: S105 - a name

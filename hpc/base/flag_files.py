@@ -17,10 +17,7 @@ from hpc.base.errors import UserError
 from hpc.base.text import did_you_mean
 
 _FILE = "torchrelay.yaml"
-_SITE = Path("/etc") / _FILE
 _REPEATABLE = {"sbatch", "setup"}
-# A preset is not a default: it is chosen for one run.
-_PRESET = "recipe"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +49,8 @@ def with_files(
         UserError: a file cannot be read or has an unknown flag.
     """
     config = typed.get("config")
-    file = {} if config is None else read_settings("--config", Path(config), known)
+    # A recipe is not a default: it is chosen for one run.
+    file = {} if config is None else read_settings("--config", Path(config), {**known, "recipe": False})
     below = {name: value for name, value in defaults.items() if name in known}
     chosen = preset(_overlaid(below, file, typed))
     return overlay(_overlaid(below, chosen, file), typed)
@@ -93,9 +91,9 @@ def read_settings(flag: str, path: Path, known: Mapping[str, bool] | None) -> di
     settings = {}
     for key, value in (loaded or {}).items():
         name = str(key).replace("_", "-")
-        if known is not None and name not in {*known, _PRESET}:
+        if known is not None and name not in known:
             hint = did_you_mean(name, known, "hpc submit --help-all lists the flags")
-            raise UserError(f"{where}: there is no flag {key!r}: {hint}")
+            raise UserError(f"{where} cannot set {key!r}: {hint}")
         # Refuse nested lists: with YAML aliases, a small file can hold more text than fits in memory.
         if not all(isinstance(item, str) for item in _listed(value)):
             raise UserError(f"{where}: {key} is nested: give one value, or a list for --sbatch and --setup")
@@ -107,24 +105,17 @@ def read_settings(flag: str, path: Path, known: Mapping[str, bool] | None) -> di
 
 def default_files() -> tuple[Path, ...]:
     """Return the paths of the site's and the user's file of defaults, which may not exist."""
-    return _SITE, platformdirs.user_config_path() / _FILE
+    return Path("/etc") / _FILE, platformdirs.user_config_path() / _FILE
 
 
 def read_defaults(known: Mapping[str, bool] | None = None) -> list[Defaults]:
     """Return the defaults in the existing files, the site's first. If `known` is given, they may set only its flags.
 
     Raises:
-        UserError: a file cannot be read, or has an unknown flag or a recipe.
+        UserError: a file cannot be read, or has an unknown flag.
     """
     paths = [path for path in default_files() if os.path.lexists(path)]
-    read = [Defaults(source=str(path), settings=read_settings("defaults", path, known)) for path in paths]
-    for defaults in read:
-        if _PRESET in defaults.settings:
-            raise UserError(
-                f"defaults {defaults.source}: a recipe cannot be a default: write its flags into the file instead, or "
-                f"type --recipe {defaults.settings[_PRESET]}"
-            )
-    return read
+    return [Defaults(source=str(path), settings=read_settings("defaults", path, known)) for path in paths]
 
 
 def merge_defaults(defaults: list[Defaults]) -> dict[str, Any]:

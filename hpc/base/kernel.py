@@ -19,6 +19,7 @@ from hpc.base.files import expanded
 # Positions of fields after the process name in /proc/PID/stat. proc(5) gives the first of them the number 3.
 _STATE, _USER_TIME, _START_TIME, _ARGUMENTS_BEGIN, _ARGUMENTS_END = 3 - 3, 14 - 3, 22 - 3, 48 - 3, 49 - 3
 _SIOCGIFADDR = 0x8915
+_GPU_FILES = "/dev/nvidia"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 # Children get time to end by themselves: helper processes of Python and torch first remove shared memory.
 _ASK_SECONDS, _KILL_SECONDS, _POLL_SECONDS = 0.1, 0.5, 0.01
@@ -118,13 +119,13 @@ def in_signal_mask(pid: int, mask: str, number: signal.Signals) -> bool:
     return bool(int(bits, 16) >> (number - 1) & 1)
 
 
-def open_files(beginning: str) -> dict[int, str]:
-    """Return this process's open files whose paths begin with `beginning`, as paths by descriptor."""
+def open_gpu_files() -> dict[int, str]:
+    """Return the device files of NVIDIA GPUs that this process has open, as paths by descriptor."""
     found = {}
     for descriptor in list(Path("/proc/self/fd").iterdir()):
         with suppress(FileNotFoundError):  # the listing's own descriptor is closed by now
             found[int(descriptor.name)] = str(descriptor.readlink())
-    return {descriptor: path for descriptor, path in found.items() if path.startswith(beginning)}
+    return {descriptor: path for descriptor, path in found.items() if path.startswith(_GPU_FILES)}
 
 
 def name_process(name: str, command: Sequence[str], part: str) -> None:
@@ -239,16 +240,10 @@ def resident_memory_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def _lines(name: str) -> list[str]:
-    try:
-        return Path("/proc", name).read_text(errors="replace").splitlines()
-    except OSError:
-        return []
-
-
 def file_system_type(path: Path) -> str | None:
     """Return the file system type of a path, which need not exist; None if unknown."""
-    return mounted_type(_lines("mounts"), expanded(path).resolve())
+    mounts = Path("/proc/mounts").read_text(errors="replace").splitlines()
+    return mounted_type(mounts, expanded(path).resolve())
 
 
 def mounted_type(mounts: Sequence[str], path: Path) -> str | None:

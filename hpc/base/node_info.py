@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc.base.files import DEV_SHM
-from hpc.base.kernel import driver_version, file_system_type, interface_addresses
+from hpc.base.kernel import driver_version, file_system_type
 
 _INFINIBAND = Path("/sys/class/infiniband")
 
@@ -33,8 +33,6 @@ class NodeInfo:
     """Free space in /dev/shm; None if the node has no /dev/shm."""
     locked_bytes: int | None = None
     """Bytes of memory that a process may lock, -1 for unlimited; None if the node has no InfiniBand."""
-    interfaces: tuple[str, ...] = ()
-    """Network interfaces with an IPv4 address, in the kernel's order."""
 
     num_gpus: int = 0
     """Number of GPUs per node that the job requested."""
@@ -42,8 +40,6 @@ class NodeInfo:
     """Whether the login node's runs directory exists on this node."""
     slurm_error: str = ""
     """Error of Slurm's commands on this node; empty if they work."""
-    interface: str | None = None
-    """Network interface to the other nodes of the job; None in a job of one node."""
     problem: str = ""
     """Error that prevented checking or measuring this node; empty if there was none."""
 
@@ -74,7 +70,6 @@ def inspect_node(stage_dir: Path) -> NodeInfo:
         stage_free_bytes=_free_bytes(stage_dir),
         shm_free_bytes=_free_bytes(DEV_SHM),
         locked_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if _INFINIBAND.exists() else None,
-        interfaces=tuple(interface_addresses()),
     )
 
 

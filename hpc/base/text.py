@@ -5,7 +5,6 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 
-_NAMES_SHOWN = 4
 # Control characters, also C1, which some terminals obey; characters that reverse the direction of text; and parts of
 # surrogate pairs, which stand for bytes that are not UTF-8 and cannot be printed.
 _CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -60,7 +59,7 @@ def file_name(name: str | bytes) -> str:
 
 def few(names: Sequence[str], separator: str = ", ") -> str:
     """Return names in one line for people. More than four names are shortened to the first, the last and the number."""
-    return f"{names[0]} ... {names[-1]} ({len(names)})" if len(names) > _NAMES_SHOWN else separator.join(names)
+    return f"{names[0]} ... {names[-1]} ({len(names)})" if len(names) > 4 else separator.join(names)
 
 
 def rank_names(ranks: Sequence[int]) -> str:

@@ -107,9 +107,13 @@ class Connection:
 
     def close(self) -> None:
         """Close the connection. A thread that waits in `send` or `receive` gets an error."""
+        self.shut_down()
+        self.socket.close()
+
+    def shut_down(self) -> None:
+        """End the connection. Its thread then closes it: a close here would free the descriptor that the thread has."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
-        self.socket.close()
 
     def handshake(self, secret: str, purpose: str, *, is_server: bool) -> None:
         """Prove to the other end that this end has the secret for this purpose, and demand the same proof.
@@ -139,9 +143,7 @@ class Connection:
 
     def send(self, message: dict[str, Any]) -> None:
         """Send a message. Raises OSError if the connection has ended, or if the other end takes nothing in time."""
-        self._send_text(json.dumps(message, separators=(",", ":")).encode())
-
-    def _send_text(self, text: bytes) -> None:
+        text = json.dumps(message, separators=(",", ":")).encode()
         mac = _mac(self._send_key, _NUMBER.pack(self._sent), text)
         self._sent += 1
         self.send_bytes(_LENGTH.pack(len(text)) + mac + text)
@@ -285,7 +287,7 @@ class Server:
         with self._lock:
             connections = [*self._unauthenticated, *self._authenticated]
         for connection in connections:
-            _shut_down(connection)
+            connection.shut_down()
 
     def _accept(self) -> None:
         while not self._closed.is_set():
@@ -298,7 +300,7 @@ class Server:
                         del self._unauthenticated[oldest]
                     self._unauthenticated[connection] = None
                 if oldest:
-                    _shut_down(oldest)
+                    oldest.shut_down()
                 threading.Thread(target=self._converse, args=(connection,), daemon=True, name=self._purpose).start()
                 # `accept` may block for long: a reference here would keep open a connection that has no thread.
                 del connection, oldest
@@ -327,9 +329,3 @@ class Server:
                 self._unauthenticated.pop(connection, None)
                 self._authenticated.discard(connection)
             connection.close()
-
-
-def _shut_down(connection: Connection) -> None:
-    """End a connection. Its thread then closes it: a close here would free the descriptor that the thread uses."""
-    with contextlib.suppress(OSError):
-        connection.socket.shutdown(socket.SHUT_RDWR)

@@ -15,7 +15,6 @@ from hpc.base.files import write_json
 OUR_DIRECTORY = ".torchrelay"
 """The directory in a run's `code/` that is not the user's: our packages, and the record."""
 _RECORD = Path(OUR_DIRECTORY, "files.json")
-_CACHE = "__pycache__"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +78,7 @@ def written_files(code: Path, record: CodeFiles | None) -> Iterator[str]:
         if below == ".":
             names[:] = [name for name in names if name != OUR_DIRECTORY]
             below = ""
-        names[:] = [name for name in names if name != _CACHE]
+        names[:] = [name for name in names if name != "__pycache__"]
         links = [name for name in names if os.path.islink(os.path.join(directory, name))]  # noqa: PTH114, PTH118
         for name in (*files, *links):
             path = os.path.join(below, name)  # noqa: PTH118

@@ -27,7 +27,6 @@ from hpc.run.rundir import RunDir, SubPath
 # The preferred parent directory comes first. /tmp may be on a disk, where only snapshots take longer.
 _PARENTS = DEV_SHM, Path("/tmp")  # noqa: S108
 _OTHERWISE = "ask an administrator to fix it"
-_MAX_LINKS = 10
 _VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
 # The wait for the lock is long, because the agent of the previous attempt may not have exited yet.
 _LOCK_TIMEOUT_SECONDS, _POLL_SECONDS = 30.0, 0.2
@@ -107,15 +106,13 @@ def stage_dir_on_node(directory: str, environment: Mapping[str, str]) -> Path:
     return path
 
 
-def _check_path(path: Path, otherwise: str, links: int = 0) -> None:
+def _check_path(path: Path, otherwise: str) -> None:
     """Raise TorchrelayError if another user could replace a directory of the path."""
     for part in (*reversed(path.parents), path):
         if problem := who_may_rename(part):
             raise TorchrelayError(f"{problem}: {otherwise}")
         if part.is_symlink():
-            if links > _MAX_LINKS:
-                raise TorchrelayError(f"{path} has more than {_MAX_LINKS} symbolic links: {otherwise}")
-            _check_path(Path(os.path.normpath(part.parent / part.readlink())), otherwise, links + 1)
+            _check_path(Path(os.path.normpath(part.parent / part.readlink())), otherwise)
 
 
 def open_lock(path: Path) -> int:

@@ -23,26 +23,26 @@ from hpc.base.units import (
     TimeLimitOrAuto,
     Word,
 )
-from hpc.run.device_choice import DeviceChoice
 from hpc.run.events.resumption import current_spec
 from hpc.run.rundir import RunDir
 from hpc.run.spec_file import Program, read_spec
 from hpc.run.stop_times import REQUEUE_SECONDS, stop_lead_seconds
 
 Cluster = Literal["slurm", "local"]
+DeviceChoice = Literal["auto", "cuda", "cpu"]
+"""Device of the ranks. `auto` means GPUs if torch can use any, else CPUs."""
 Service = Literal["wandb", "mlflow"]
 """The trackers to which a run can send its metrics."""
 
 # The options of sbatch that --sbatch may not set, with advice.
 MANAGED_SBATCH = {
-    "nodes": "use --nodes instead", "ntasks": "use --nodes and --gpus-per-node instead",
-    "ntasks-per-node": "use --gpus-per-node instead", "gpus-per-node": "use --gpus-per-node instead",
-    "gpus": "use --nodes and --gpus-per-node instead", "gpus-per-task": "use --gpus-per-node instead",
-    "gpus-per-socket": "use --gpus-per-node instead", "cpus-per-gpu": "use --cpus-per-gpu instead",
-    "cpus-per-task": "use --cpus-per-gpu instead", "mem": "use --mem instead", "time": "use --time instead",
-    "time-min": "use --time-min instead",
-    "partition": "use --partition instead", "account": "use --account instead", "qos": "use --qos instead",
-    "constraint": "use --constraint instead", "exclude": "use --exclude instead", "job-name": "use --name instead",
+    **{name: f"use --{name} instead" for name in (
+        "nodes", "gpus-per-node", "cpus-per-gpu", "mem", "time", "time-min", "partition", "account", "qos",
+        "constraint", "exclude", "wait",
+    )},
+    **dict.fromkeys(("ntasks", "gpus"), "use --nodes and --gpus-per-node instead"),
+    **dict.fromkeys(("ntasks-per-node", "gpus-per-task", "gpus-per-socket"), "use --gpus-per-node instead"),
+    "cpus-per-task": "use --cpus-per-gpu instead", "job-name": "use --name instead",
     "output": "logs are in the run directory, use --runs-dir", "error": "logs are in the run directory, use --runs-dir",
     "open-mode": "logs are always appended to: leave it out", "requeue": "runs are always requeued: leave it out",
     "no-requeue": "runs are always requeued until hpc cancel: leave it out",
@@ -51,7 +51,7 @@ MANAGED_SBATCH = {
     "hetjob": "heterogeneous jobs are not supported: submit one run, or one per kind of node",
     "chdir": "runs start in the current directory: change it before hpc submit",
     "export": "runs get the whole environment: set variables before hpc submit",
-    "wait": "use --wait instead", "test-only": "use --dry-run instead",
+    "test-only": "use --dry-run instead",
     "wrap": "to run a script of your own, use -- script.py ARGS",
 }  # fmt: skip
 _SHORTEST_MINUTES = 10
@@ -183,11 +183,6 @@ class Network:
     port_range: Annotated[PortRange | None, Flag(metavar="FIRST-LAST")] = None
     """Ports that are open between the nodes: 20000-20100. Default: any ports.
     The ranks' own connections (NCCL, gloo) always use ports that the kernel chooses (docs/how-to/clusters.md)."""
-
-    def __post_init__(self) -> None:
-        """Check what can be checked without a node."""
-        if self.interface is not None and not re.fullmatch(r"[^\s/:]{1,15}", self.interface):
-            raise UserError(f"--interface is {self.interface!r}: use the name of one interface, as `ip link` shows it")
 
     @property
     def ports(self) -> range:

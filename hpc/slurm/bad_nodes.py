@@ -22,8 +22,6 @@ from hpc.slurm import client, sinfo
 # Slurm itself marks a dead node down within SlurmdTimeout, usually 300 s. A bad node has probably been repaired after
 # some hours.
 _SECONDS = {Cause.NODE_FAILURE: 900.0, Cause.BAD_NODE: 6 * 3600.0, Cause.LOST: 6 * 3600.0}
-# A node's clock may be ahead of this machine's.
-_SKEW_SECONDS = 60.0
 
 
 class BadNode(Struct, frozen=True, kw_only=True):
@@ -73,14 +71,12 @@ def known(runs_dir: Path, run: str | None = None) -> Sequence[BadNode]:
     """
     failures = list[BadNode]()
     for path in runs_dir.glob(f"{_prefix()}*.json"):
-        with suppress(OSError):  # another process removes the file, or the storage fails: nobody needs to know
+        # Another process removes the file, the storage fails, or the file is damaged: nobody needs to know.
+        with suppress(OSError, DecodeError, RecursionError):
             if path.stat().st_uid != os.getuid():
                 continue
-            try:
-                bad = json.decode(path.read_bytes(), type=BadNode)
-            except (DecodeError, RecursionError):
-                bad = None
-            if bad is not None and bad.cause in _SECONDS and -_SKEW_SECONDS < bad.age_seconds < _SECONDS[bad.cause]:
+            bad = json.decode(path.read_bytes(), type=BadNode)
+            if abs(bad.age_seconds) < _SECONDS.get(bad.cause, 0.0):  # a node's clock may be ahead
                 failures.append(bad)
             else:
                 path.unlink()

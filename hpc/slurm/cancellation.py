@@ -5,7 +5,6 @@ from continuing the run, and ends agents that scancel did not reach. For a local
 the agents would take the signal for a request to requeue.
 """
 
-import getpass
 import os
 import signal
 
@@ -34,7 +33,7 @@ def cancel_run(run: RunDir, before: str, *, final: bool = False) -> bool:
     # A cancelled run is cancelled again: an `hpc resume` under way takes back only cancellations that it has seen.
     if is_new or before == "cancelled":
         try:
-            EventWriter(run.cancellation).append(Cancelled(by=getpass.getuser(), final=final))
+            EventWriter(run.cancellation).append(Cancelled(final=final))
         except OSError as error:
             problems.append(f"the cancellation cannot be recorded, so the run may continue: {error}")
     if on_slurm and not problems:

@@ -28,8 +28,6 @@ _CRED_EXPIRE_SECONDS = 120
 LONG_REQUEUE_DELAY_SECONDS = 15
 """If Slurm holds requeued jobs for more seconds than this, a run continues in a new job."""
 TESTBED_DIRECTORY = Path("/run/torchrelay-testbed")
-# The path of another job's script may have any bytes, whatever the locale.
-_ENCODING, _ENCODING_ERRORS = sys.getfilesystemencoding(), sys.getfilesystemencodeerrors()
 Fields = Mapping[str, str]
 
 
@@ -105,7 +103,8 @@ def complete(
     try:
         return subprocess.run(
             command, env=own, input=text, capture_output=True, check=False, timeout=_TIMEOUT_SECONDS,
-            encoding=_ENCODING, errors=_ENCODING_ERRORS,
+            # The path of another job's script may have any bytes, whatever the locale.
+            encoding=sys.getfilesystemencoding(), errors=sys.getfilesystemencodeerrors(),
         )  # fmt: skip
     except FileNotFoundError as error:
         raise TorchrelayError(f"{command[0]} is not on the PATH: is this a node of a Slurm cluster?") from error
@@ -127,8 +126,6 @@ def run_srun(command: Sequence[str]) -> str:
 def first_error(stderr: str) -> str:
     """Return the last line of stderr that names an error or, without one, the last line; empty without lines."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    # After an option that is unknown or lacks its value, the last line that Slurm prints is `Try "..."`.
-    lines = [line for line in lines if not line.startswith('Try "')]
     errors = [line for line in lines if "error" in line.lower() or "unable" in line.lower()]
     return (errors or lines or [""])[-1]
 
@@ -136,11 +133,6 @@ def first_error(stderr: str) -> str:
 def is_configured(environment: Mapping[str, str]) -> bool:
     """Return whether a cluster is configured by SLURM_CONF or in the usual files."""
     return "SLURM_CONF" in environment or any(path.exists() for path in _CLUSTER_CONFIGURATIONS)
-
-
-def is_available() -> bool:
-    """Return whether Slurm's commands are installed and configured."""
-    return why_unavailable() is None
 
 
 def why_unavailable() -> str | None:

@@ -21,12 +21,12 @@ from hpc.base.files import write_atomic
 from hpc.base.kernel import ENDING_SIGNALS, start_time
 from hpc.run.events.kinds import Submitted
 from hpc.run.events.ledger import EventWriter
+from hpc.run.own_packages import own_pythonpath
 from hpc.run.rundir import RunDir
 from hpc.run.spec import Resources, RunSpec
 from hpc.slurm import bad_nodes, handover, sinfo, squeue, submission
 from hpc.slurm.predecessors import dependency
-from hpc.slurm.pythonpath import own_pythonpath
-from hpc.slurm.submission import StartEstimate, lacks_nodes, parse_estimate, refusal
+from hpc.slurm.submission import StartEstimate, lacks_nodes, parse_estimate
 
 # The script's srun inherits these variables from the shell in which sbatch was typed. In another job's shell, they pin
 # every rank to the wrong cores, give the only task of a node one of its GPUs, or make srun refuse. If --sbatch has the
@@ -165,7 +165,7 @@ class SlurmExecutor(SubmititSlurm):
         try:
             return self._excluding(lambda exclude: submission.queue(self.run.script, [*options, *exclude]))
         except submission.NotQueuedError as error:
-            raise self._refused(error) from error
+            raise NotNowError(f"sbatch refused the job: {error}") from error
 
     def estimate_start(self) -> StartEstimate | None:
         """Return when Slurm would start the job; None if too few nodes are in service now.
@@ -180,9 +180,9 @@ class SlurmExecutor(SubmititSlurm):
             return parse_estimate(self._excluding(lambda exclude: submission.test(self.script(), exclude)))
         except submission.NotQueuedError as error:
             # With --test-only, sbatch refuses a job that it would otherwise queue until enough nodes are back.
-            if lacks_nodes(error.printed) and in_service < self.spec.job_nodes.fewest:
+            if lacks_nodes(str(error)) and in_service < self.spec.job_nodes.fewest:
                 return None
-            raise self._refused(error) from error
+            raise NotNowError(f"sbatch refused the job: {error}") from error
 
     def _excluding(self, ask: Callable[[list[str]], str]) -> str:
         """Call sbatch with the option that excludes `excluded`; if it refuses that, only the user's --exclude."""
@@ -190,13 +190,10 @@ class SlurmExecutor(SubmititSlurm):
             return ask(submission.exclude_option(self.excluded))
         except submission.NotQueuedError as error:
             typed = bad_nodes.typed_exclude(self.spec)
-            if self.excluded == typed or not handover.leaves_too_few_nodes(error.printed):
+            if self.excluded == typed or not lacks_nodes(str(error)):
                 raise
             self.excluded = typed
             return ask(submission.exclude_option(typed))
-
-    def _refused(self, error: submission.NotQueuedError) -> NotNowError:
-        return NotNowError(f"sbatch refused the job: {refusal(error.printed)}")
 
 
 def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:

@@ -30,8 +30,6 @@ from hpc.slurm import client as slurm
 from hpc.slurm.predecessors import dependency
 from hpc.slurm.squeue import jobs_by_script
 
-# sbatch errors that mean --exclude left too few nodes; 24.11 prints the second if --nodelist names an excluded node.
-_TOO_FEW_NODES = ("not available", "Invalid node name specified")
 # slurmstepd prints these lines to the job's log. Their times say nothing here: they are in the node's time zone.
 _PREEMPTED = re.compile(rb"CANCELLED AT .* DUE TO PREEMPTION")
 _SCANCELLED = re.compile(rb"\*\*\* JOB \d+ ON \S+ CANCELLED AT (?!.* DUE TO )")
@@ -196,15 +194,6 @@ def submit_next_job(run: RunDir, spec: RunSpec, excluded: Sequence[str], old: Co
         return submission.submit(run.script, excluded, environment, waits_for)
     except TorchrelayError as error:
         typed = bad_nodes.typed_exclude(spec)
-        if excluded == typed or not leaves_too_few_nodes(str(error)):
+        if excluded == typed or not submission.lacks_nodes(str(error)):
             raise
         return submission.submit(run.script, typed, environment, waits_for)
-
-
-def leaves_too_few_nodes(sbatch_error: str) -> bool:
-    """Return whether sbatch has refused a job because it excludes too many nodes.
-
-    With a constraint or a kind of GPU, fewer nodes fit than `bad_nodes.nodes_to_exclude` counted in the partition; and
-    --sbatch nodelist may name an excluded node.
-    """
-    return any(words in sbatch_error for words in _TOO_FEW_NODES)

@@ -1,12 +1,11 @@
 """Partitions and the states of nodes, from sinfo. Runs on login and compute nodes."""
 
 import re
-import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hpc.base.errors import TorchrelayError, UserError
+from hpc.base.errors import TorchrelayError
 from hpc.base.units import TimeLimit, slurm_seconds
 from hpc.slurm import client
 
@@ -35,18 +34,12 @@ class Partition:
 
 
 def partitions() -> list[Partition]:
-    """Return the partitions that the user sees, once per kind of node.
-
-    Raises:
-        UserError: this machine has no sinfo.
-        TorchrelayError: Slurm does not answer.
-    """
+    """Return the partitions that the user sees, once per kind of node. Raises TorchrelayError without an answer."""
     try:
         # Without --noconvert sinfo prints 1024 nodes as "1K".
         return parse_partitions(client.run("sinfo", "--noconvert", "--noheader", "--format=%P|%a|%l|%L|%s|%D|%c|%G"))
     except TorchrelayError as error:
-        kind = TorchrelayError if shutil.which("sinfo") else UserError
-        raise kind(f"Slurm does not answer ({error}): try again later, or use --cluster local") from error
+        raise TorchrelayError(f"Slurm does not answer ({error}): try again later, or use --cluster local") from error
 
 
 def parse_partitions(text: str) -> list[Partition]:

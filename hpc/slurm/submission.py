@@ -16,22 +16,22 @@ from hpc.slurm.squeue import jobs, jobs_by_script
 # Prefixes that add nothing to a sentence that quotes the error.
 _PREFIX = re.compile(r"(sbatch: )?(error: |fatal: )?(Batch job submission failed: |allocation failure: )?")
 _ESTIMATE = re.compile(r"Job \d+ to start at (?P<time>\S+) .*on nodes (?P<nodes>\S+)")
-# The reply of sbatch and, as the only line, the reply of sbatch --parsable. A site's sbatch may colour them.
+# The reply of sbatch and, as the only line, the reply of sbatch --parsable.
 _REPLY = re.compile(r"\bSubmitted batch job (\d+)\b")
 _PARSABLE = re.compile(r"(\d+)(?:;\S+)?")
-_COLOUR = re.compile(r"\x1b\[[\d;]*m")
-_NO_SUCH_NODES = "Requested node configuration is not available"
+# 24.11 prints the second error if --nodelist names an excluded node.
+_TOO_FEW_NODES = ("not available", "Invalid node name specified")
 
 
 class NotQueuedError(TorchrelayError):
     """sbatch has queued no job."""
 
     def __init__(self, done: "subprocess.CompletedProcess[str]") -> None:
-        self.printed = done.stderr
         if done.returncode == 0:
             printed = " ".join((done.stdout + done.stderr).split())
-            self.printed = f"error: sbatch ended with exit code 0, but has queued no job. It printed {printed!r}"
-        super().__init__(client.first_error(self.printed) or f"sbatch failed with exit code {done.returncode}")
+            super().__init__(f"sbatch ended with exit code 0, but has queued no job. It printed {printed!r}")
+        else:
+            super().__init__(refusal(done.stderr) or f"sbatch failed with exit code {done.returncode}")
 
 
 def submit(
@@ -76,7 +76,7 @@ def queue(script: Path, options: Sequence[str], environment: Mapping[str, str] |
     command = [shutil.which("sbatch") or "sbatch", *options, str(script)]
     try:
         done = client.complete(*command, environment=environment)
-        problem = client.first_error(done.stderr)
+        problem = refusal(done.stderr)
     except TorchrelayError as error:
         done, problem = None, str(error)
     after, still_unlisted = _ids_of(script)
@@ -137,9 +137,8 @@ class StartEstimate:
 
 def replied_id(printed: str) -> str | None:
     """Return the id of the queued job from the output of sbatch; None if that names no job or several."""
-    text = _COLOUR.sub("", printed).strip()
-    alone = _PARSABLE.fullmatch(text)
-    ids = {alone[1]} if alone else {*_REPLY.findall(text)}
+    alone = _PARSABLE.fullmatch(printed.strip())
+    ids = {alone[1]} if alone else {*_REPLY.findall(printed)}
     return ids.pop() if len(ids) == 1 else None
 
 
@@ -159,6 +158,10 @@ def refusal(printed: str) -> str:
     return "; ".join(dict.fromkeys(_PREFIX.sub("", line, count=1) for line in errors))
 
 
-def lacks_nodes(printed: str) -> bool:
-    """Return whether `sbatch --test-only` may have refused a job only because too few nodes are in service."""
-    return _NO_SUCH_NODES in printed
+def lacks_nodes(refused: str) -> bool:
+    """Return whether sbatch may have refused a job only because too few nodes are in service, or left by --exclude.
+
+    With a constraint or a kind of GPU, fewer nodes fit than `bad_nodes.nodes_to_exclude` counted in the partition; and
+    --sbatch nodelist may name an excluded node.
+    """
+    return any(words in refused for words in _TOO_FEW_NODES)

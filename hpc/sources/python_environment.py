@@ -26,7 +26,6 @@ _VENV, _CONDA = "pyvenv.cfg", "conda-meta"
 _VENV_NAMES = frozenset({_VENV, "bin", "lib", "lib64", "include", "share", "etc"})
 # Conda's base environment contains all other environments, and every downloaded package.
 _CONDA_EXCLUDED = frozenset({"envs", "pkgs"})
-_BYTE_CODE = ".pyc"
 
 
 class PackedFileEntry(NamedTuple):
@@ -60,7 +59,7 @@ class PythonEnvironment:
         """Digest of names, sizes, times and symlink targets. Omits byte code: Python may write it at any time."""
         digest = hashlib.sha256(repr((_FORMAT, str(self.prefix), self.python)).encode())
         for member in self.members:
-            if not member.name.endswith(_BYTE_CODE):
+            if not member.name.endswith(".pyc"):
                 digest.update(repr(tuple(member)).encode())
         return digest.hexdigest()[:16]
 

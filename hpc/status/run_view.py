@@ -435,7 +435,7 @@ class StatusCache:
             return self._jobs
         self._jobs, self.problem, self._decisions = None, None, {}
         # A run without a script was not submitted to Slurm.
-        if any(run.script.exists() for run in runs) and slurm.is_available():
+        if any(run.script.exists() for run in runs) and slurm.why_unavailable() is None:
             try:
                 self._jobs = squeue.jobs()
             except TorchrelayError as error:

@@ -19,8 +19,6 @@ from hpc.run.spec import Cluster, RunSpec
 _NODE_LOCAL = (Path("/tmp"), Path("/dev/shm"))  # noqa: S108 - these are refused, not used
 # The space that the files of a run need besides its checkpoints.
 _MIN_FREE_BYTES = 64 * 2**20
-NO_HARD_LINKS = "two jobs of a run could both train it, so no run can start"
-"""What it means that the file system of the runs directory has no hard links."""
 
 
 def lacks_hard_links(directory: Path) -> bool:
@@ -99,8 +97,8 @@ def check_runs_dir(runs_dir: Path, *, on_cluster: bool) -> None:
         )
     if lacks_hard_links(real):
         raise UserError(
-            f"--runs-dir {runs_dir}: its file system ({file_system_type(real)}) has no hard links: {NO_HARD_LINKS}; "
-            "use a directory on other storage"
+            f"--runs-dir {runs_dir}: its file system ({file_system_type(real)}) has no hard links, so two jobs of a "
+            "run could both train it: use a directory on other storage"
         )
 
 

@@ -15,8 +15,7 @@ from hpc.commands import cli
 from hpc.programs.program_flags import ProgramFlags
 from hpc.programs.program_kinds import DEFAULT, kind_for, others
 from hpc.programs.script_flags import OwnScript
-from hpc.run.device_choice import DeviceChoice
-from hpc.run.spec import Network, Notification, Recovery, Resources, RunSpec, Service
+from hpc.run.spec import DeviceChoice, Network, Notification, Recovery, Resources, RunSpec, Service
 from hpc.submissions.resources import SLURM_FLAGS, ClusterFlag
 from hpc.submissions.sbatch import sbatch_advice
 

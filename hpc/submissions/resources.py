@@ -8,8 +8,7 @@ from typing import Literal
 from hpc.base.errors import UserError
 from hpc.base.node_info import TorchBuild
 from hpc.base.units import TimeLimit
-from hpc.run.device_choice import DeviceChoice
-from hpc.run.spec import Cluster, Resources
+from hpc.run.spec import Cluster, DeviceChoice, Resources
 from hpc.slurm import client as slurm
 from hpc.slurm import sinfo
 from hpc.slurm.sinfo import Partition

@@ -5,7 +5,6 @@ one that claims its next job (`hpc.slurm.handover`). Agents and supervisors clai
 """
 
 import dataclasses
-import getpass
 import os
 import shlex
 import sys
@@ -228,7 +227,7 @@ def _continue(run: RunDir, before: RunSpec, after: RunSpec, history: History, *,
             run.final.rename(kept)
             undo.callback(kept.rename, run.final)
         resumed = Resumed(
-            attempt=attempt, number=number, cancellations=len(history.of(Cancelled)), by=getpass.getuser(),
+            attempt=attempt, number=number, cancellations=len(history.of(Cancelled)),
             changed=changed_settings(before, after), stop_lead_seconds=after.stop_lead_seconds,
             revision=run.revision.read_text().strip() if copy and run.revision.exists() else None,
             grace_seconds=preemption_grace(after),

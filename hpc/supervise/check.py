@@ -143,7 +143,7 @@ def _act(one: RunObservation, decision: Decision) -> str | None:
 def _send_messages(one: RunObservation, decision: Decision) -> None:
     """Send the messages for --notify that the nodes failed to send, or whose reason only the supervisor knows."""
     # The events of complete runs are not read, so the time of the result counts.
-    times = [modified(one.run.final_result)] if one.complete else [event.time for event in one.history.events]
+    times = [modified(one.run.final_result)] if one.history.complete else [event.time for event in one.history.events]
     last_news = max(filter(None, times), default=None)
     if last_news is None or time.time() - last_news > _NEWS_SECONDS:
         return

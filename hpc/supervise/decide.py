@@ -9,6 +9,7 @@ from enum import StrEnum
 
 from hpc.run.causes import Cause, JobState
 from hpc.run.events.history import State
+from hpc.run.events.kinds import Refused
 from hpc.slurm.handover import HANDOVER_SECONDS
 from hpc.slurm.squeue import SlurmJob
 from hpc.supervise.observe import RunObservation
@@ -107,11 +108,12 @@ def _back_off(run: RunObservation, doublings: int) -> Decision | None:
 
 def _finished_or_cancelled(run: RunObservation) -> Decision | None:
     """Keep a run that is complete or cancelled, and cancel a job that it still has."""
-    if not run.complete and not run.cancelled:
+    complete = run.history.complete
+    if not complete and not run.history.is_cancelled:
         return None
-    end = _over("completed", "completed") if run.complete else _keep("cancelled", "cancelled")
+    end = _over("completed", "completed") if complete else _keep("cancelled", "cancelled")
     # The agents of a complete run take a moment to exit.
-    exiting = run.complete and run.silent_seconds < HANDOVER_SECONDS
+    exiting = complete and run.silent_seconds < HANDOVER_SECONDS
     useless = next((job for job in [*([] if exiting else run.running_jobs), run.pending_job] if job), None)
     return _cancel(useless, f"the run is {end.state}") if useless else end
 
@@ -122,10 +124,10 @@ def _handed_over(run: RunObservation) -> Decision | None:
 
 def _replaced(run: RunObservation) -> Decision | None:
     """Cancel a running job that no longer works on the run, if the run has another job."""
-    ended = {(attempt.job_id, attempt.restart) for attempt in run.attempts if attempt.ended is not None}
+    ended = {(attempt.job_id, attempt.restart) for attempt in run.history.attempts if attempt.ended is not None}
     others = [job for job in run.alive_jobs if job.state is not JobState.ENDING]
     for job in run.running_jobs if len(others) > 1 else ():
-        claimed = any((one.job_id, one.restart) == (job.job_id, job.restarts) for one in run.attempts)
+        claimed = any((one.job_id, one.restart) == (job.job_id, job.restarts) for one in run.history.attempts)
         waited = run.now - (job.started or run.now)
         if (job.job_id, job.restarts) in ended or (not claimed and waited > _CLAIM_SECONDS):
             return _cancel(job, "another job has replaced it")
@@ -225,10 +227,10 @@ def _just_ended(run: RunObservation) -> Decision | None:
 
 def _scancelled(run: RunObservation) -> Decision | None:
     reason = "its job was cancelled with scancel"
-    if run.scancelled:
+    if run.history.is_scancelled:
         return _keep(reason, "cancelled")
     # A process that hands the run over also cancels the old job.
-    if run.last_job_state is not JobState.CANCELLED or run.handover_unfinished:
+    if run.last_job_state is not JobState.CANCELLED or run.history.unfinished_handover(run.attempt):
         return None
     cause = Cause.CANCELLED if run.end_missing else None
     return Decision(action=Action.RECORD, reason=reason, cause=cause, state="cancelled")
@@ -237,17 +239,18 @@ def _scancelled(run: RunObservation) -> Decision | None:
 def _vanished(run: RunObservation) -> Decision | None:
     """Keep a run whose job is gone and made no attempt: its user may have cancelled it, or must correct a mistake."""
     state = run.last_job_state
-    if not run.submitted and not run.jobs:
+    if run.history.last_job_id is None and not run.jobs:
         return _keep(NEVER_SUBMITTED, "failed")
     if state.alive and state is not JobState.ENDING:
         return _keep("squeue does not list its job, but Slurm's accounting does")
     unknown = state is JobState.UNKNOWN and (run.last is None or run.handed_over_at is not None)
     failed = run.last is None and state not in {JobState.UNKNOWN, JobState.NODE_FAIL}
     # A process that hands the run over also cancels the old job.
-    if (not unknown and not failed) or run.handover_unfinished:
+    if (not unknown and not failed) or run.history.unfinished_handover(run.attempt):
         return None
-    if run.refusal:
-        return _keep(f"its job started nothing: {run.refusal}: correct that, then type hpc resume", "failed")
+    refused = [event for event in run.history.of(Refused) if event.job_id == run.history.last_job_id]
+    if refused:
+        return _keep(f"its job started nothing: {refused[-1].detail}: correct that, then type hpc resume", "failed")
     reason = f"{_gone(run)}, and its agents had not started: see the job's log in logs/, then type hpc resume"
     return _keep(reason, "failed")
 

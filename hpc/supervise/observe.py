@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from hpc.base.errors import TorchrelayError
 from hpc.base.files import modified
 from hpc.run.causes import JobState
-from hpc.run.events.attempts import Attempt, budget_of, may_restart_after
+from hpc.run.events.attempts import Attempt, budget_of
 from hpc.run.events.history import History
-from hpc.run.events.kinds import Excluded, Refused, Released, Requeued, Resubmitted, Resumed, Submitted
+from hpc.run.events.kinds import Excluded, Released, Requeued, Resubmitted, Resumed, Submitted
 from hpc.run.rundir import RunDir
 from hpc.slurm import handover, squeue
 from hpc.slurm.squeue import SlurmJob
@@ -22,16 +22,7 @@ class RunObservation:
 
     run: RunDir
     history: History
-    complete: bool = False
-    cancelled: bool = False
-    """Whether the user called `hpc cancel`."""
-    scancelled: bool = False
-    """Whether the ledger records that the run's last job was cancelled with scancel."""
-    refusal: str | None = None
-    """Reason why the run's last job started no attempt; None if no reason is recorded."""
-    attempts: Sequence[Attempt] = ()
-    submitted: bool = True
-    """Whether the ledger names a job."""
+    """Of a complete run, the history has no events: they are not read at every poll."""
     jobs: Sequence[SlurmJob] = ()
     """The run's jobs in squeue, including ended jobs, the oldest first."""
     without_first_node: frozenset[str] = frozenset()
@@ -46,8 +37,6 @@ class RunObservation:
     """Number of requeues and new jobs since the last attempt and the last `hpc resume`."""
     handed_over_at: float | None = None
     """Time of the last requeue, new job or release since the last attempt and `hpc resume`; None without one."""
-    handover_unfinished: bool = False
-    """Whether a process claimed the next job, but has not recorded it. The process may have ended the old job."""
     handover_deadline: float = 0.0
     """Time until which the process of an unfinished handover may finish; 0 if it died."""
     excluded: Sequence[str] = ()
@@ -59,7 +48,7 @@ class RunObservation:
     @property
     def last(self) -> Attempt | None:
         """The last attempt."""
-        return self.attempts[-1] if self.attempts else None
+        return self.history.last_attempt
 
     @property
     def attempt(self) -> int:
@@ -74,13 +63,13 @@ class RunObservation:
     @property
     def over(self) -> bool:
         """Whether no attempt will follow."""
-        given_up = not self.end_missing and not may_restart_after(self.attempts)
-        return self.complete or self.cancelled or given_up
+        given_up = not self.end_missing and not self.history.may_restart
+        return self.history.complete or self.history.is_cancelled or given_up
 
     @property
     def failures(self) -> int:
         """Number of failures without progress that count toward the same limit as the last one, including the last."""
-        return budget_of(self.attempts).failures
+        return budget_of(self.history.attempts).failures
 
     @property
     def alive_jobs(self) -> list[SlurmJob]:
@@ -122,36 +111,26 @@ def observe(run: RunDir, jobs: Mapping[str, Sequence[SlurmJob]], storage_now: fl
 
     `jobs` comes from `jobs_by_script`. `storage_now` is the `storage_time` of the directory that holds the runs.
     """
-    now, mtime, complete = time.time(), modified(run.alive), run.final_result.exists()
+    now, mtime = time.time(), modified(run.alive)
     listed = jobs.get(os.path.realpath(run.script), ())
-    # The events of complete runs are not read at every poll.
-    history = History() if complete else History.load(run)
-    attempts, job_id = history.attempts, history.last_job_id
+    history = History(complete=True) if run.final_result.exists() else History.load(run)
+    job_id = history.last_job_id
     last_resumed = max((at for at, event in enumerate(history.events) if isinstance(event, Resumed)), default=0)
-    number = attempts[-1].attempt if attempts else 0
+    number = history.last_attempt.attempt if history.last_attempt else 0
     own = [event for event in history.events[last_resumed:] if event.attempt == number]
     queued = [event.time for event in own if isinstance(event, Requeued | Resubmitted)]
     released = [event.time for event in own if isinstance(event, Released)]
-    claim = history.unfinished_handover(number)
     excluded = [event.excluded for event in history.events if isinstance(event, Submitted | Resubmitted | Excluded)]
-    refusals = [event.detail for event in history.of(Refused) if event.job_id == job_id]
     return RunObservation(
         run=run,
         history=history,
-        complete=complete,
-        cancelled=history.is_cancelled,
-        scancelled=history.is_scancelled,
-        refusal=refusals[-1] if refusals else None,
-        attempts=attempts,
-        submitted=job_id is not None,
         jobs=listed,
         last_job_state=next((job.state for job in listed if job.job_id == job_id), JobState.UNKNOWN),
         heartbeat_mtime=mtime,
         heartbeat_at=None if mtime is None else now - (storage_now - mtime),
         queued_jobs=len(queued),
         handed_over_at=max([*queued, *released], default=None),
-        handover_unfinished=claim is not None,
-        handover_deadline=handover.handover_deadline(claim),
+        handover_deadline=handover.handover_deadline(history.unfinished_handover(number)),
         excluded=excluded[-1] if excluded else (),
         now=now,
     )

@@ -118,14 +118,14 @@ def _resubmit(observed: RunObservation, decision: Decision) -> None:
     if not _record_missing_end(observed, decision):
         return
     history = History.load(run)
-    if len(history.attempts) != len(observed.attempts) or history.is_cancelled:
+    if len(history.attempts) != len(observed.history.attempts) or history.is_cancelled:
         return  # another attempt has started, or the user has cancelled the run
     if history.may_restart:
         if not handover.claim_next_job(run, observed.attempt, observed.history):
             return
         spec = RunSpec.load(run)
         excluded = bad_nodes.nodes_to_exclude(run, spec)
-        job_ids = {*(attempt.job_id for attempt in observed.attempts), *([old] if old else [])}
+        job_ids = {*(attempt.job_id for attempt in observed.history.attempts), *([old] if old else [])}
         try:
             new = handover.submit_next_job(run, spec, excluded, job_ids)
         except TorchrelayError:

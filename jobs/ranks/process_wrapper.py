@@ -30,7 +30,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 
 from hpc.base.environment import HEARTBEAT, PARENT, RESTARTS
-from hpc.base.kernel import adopt_orphans, children, die_with_parent, end_children, name_process, open_files
+from hpc.base.kernel import adopt_orphans, children, die_with_parent, end_children, name_process, open_gpu_files
 from hpc.base.traceback_text import describe_exception
 from jobs.compat import has_queried_gpus_before_the_fork
 from jobs.ranks import WRAPPER
@@ -39,7 +39,6 @@ from jobs.ranks.script.step_counter import read_count
 from jobs.ranks.slurm_variables import task_variables
 
 _IN_A_FORK = ("-m", "script")
-_GPU_FILES = "/dev/nvidia"
 # The agent (jobs.ranks.torchrun) sends this signal, and so does the kernel when the agent has ended.
 _END = signal.SIGRTMIN
 _END_SECONDS, _LOOK_SECONDS = 1.0, 1.0
@@ -223,7 +222,7 @@ def _why_no_gpus() -> str:
     """
     if has_queried_gpus_before_the_fork():
         return f"torch {sys.modules['torch'].__version__} had queried the GPUs before the ranks were forked"
-    file = next(iter(open_files(_GPU_FILES).values()), None)
+    file = next(iter(open_gpu_files().values()), None)
     return f"{file} was open before the ranks were forked" if file else ""
 
 

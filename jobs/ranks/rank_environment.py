@@ -14,6 +14,7 @@ from torchrelay import this_rank
 from hpc.base.environment import (
     ATTEMPT,
     DATA,
+    DEVICE,
     NEXT_CLAIM,
     PRELOAD,
     PROTOCOL,
@@ -24,11 +25,10 @@ from hpc.base.environment import (
     STOP_SIGNAL,
 )
 from hpc.base.errors import TorchrelayError
-from hpc.run.device_choice import RANK_VARIABLES
 from hpc.run.events import ledger
 from hpc.run.nodedir import NodeDir
+from hpc.run.own_packages import users_pythonpath
 from hpc.services.tracking.tracker import rank_variables
-from hpc.slurm.pythonpath import users_pythonpath
 from jobs.control.channel import interface_of
 from jobs.control.messages import Directive
 from jobs.node_attempt import NodeAllocation, NodeAttempt
@@ -37,6 +37,8 @@ from jobs.ranks.torchrun import Rendezvous, Standby
 
 # Variables that name directories of the host, which a container does not have.
 _OF_AN_ENVIRONMENT = frozenset({"VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME"})
+# Variables of the ranks by --device. An empty CUDA_VISIBLE_DEVICES hides all GPUs from torch.
+_OF_DEVICE = {"auto": {}, "cuda": {DEVICE: "cuda"}, "cpu": {DEVICE: "cpu", "CUDA_VISIBLE_DEVICES": ""}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +71,7 @@ def round_environment(
     environment = rank_environment(
         base, allocation, spec.resources.gpus_per_node.count, address, threads, spec.network.interface
     )
-    environment |= RANK_VARIABLES[spec.device]
+    environment |= _OF_DEVICE[spec.device]
     environment |= {
         RUN_DIR: str(run.path),
         ATTEMPT: str(node.attempt.attempt),

@@ -61,7 +61,7 @@ def test_submission_returns_and_the_run_requeues_itself_until_it_is_cancelled(si
     assert first["cause"] == "requeued"
     assert second["first_step"] == first["last_step"]
     # No signal reaches the run.
-    EventWriter(run.directory.cancellation).append(Cancelled(by="me"))
+    EventWriter(run.directory.cancellation).append(Cancelled())
     run.wait("the end", lambda: not run.is_alive())
     ended = run.events("attempt_ended")
     assert [event["cause"] for event in ended] == ["requeued", "cancelled"]

@@ -5,7 +5,7 @@ import re
 import pytest
 from support.cluster import TWO_NODES, Site, add_script
 
-pytestmark = [pytest.mark.slurm, pytest.mark.profile("ranges"), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slurm, pytest.mark.profile("ranges", "--nodes=32"), pytest.mark.timeout(400)]
 # A job on all 32, with as many torchruns, takes 13 GB: benchmarks/nodes.py has one.
 NODES = [f"gpu{number:03d}" for number in range(7, 13)]
 # Without torch, which is slow to import on the few cores that there are: the preflight does it, in which all ranks

@@ -181,9 +181,9 @@ def resumed(
     return event("resumed", at, attempt=attempt, number=number, cancellations=cancellations, **more)
 
 
-def cancelled(at: float | None = None, *, by: str = "me", final: bool = False) -> Event:
+def cancelled(at: float | None = None, *, final: bool = False) -> Event:
     """Return the user's cancellation."""
-    return event("cancelled", at, by=by, final=final)
+    return event("cancelled", at, final=final)
 
 
 def of_message(

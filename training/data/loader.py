@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from hpc.base.files import DEV_SHM
-from hpc.base.kernel import open_files
+from hpc.base.kernel import open_gpu_files
 from training.data.batch_schedule import BatchRequest
 from training.data.worker_process import die_with_parent
 from training.runtime.compat import stop_workers
@@ -76,9 +76,6 @@ class ImageSource(Protocol):
 # Slurm sends signals to all processes of a job step. A worker that died of a signal would end its rank before the rank
 # has saved (KempnerInstitute/KempnerForge#177).
 _IGNORED_BY_WORKERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
-# Workers, which use no GPU, close these files. A killed worker that waits for storage outlives its rank; while it has
-# the files open, the driver keeps the rank's GPU memory from the next attempt (NVIDIA/Megatron-LM#3684).
-_GPU_FILES = "/dev/nvidia"
 _START_SECONDS = 30.0
 _PREFETCHED = 2  # number of requests that a loader gives to each worker in advance
 
@@ -164,7 +161,9 @@ def _start_worker(started: Semaphore, _number: int) -> None:
     # torch's workers look for their parent only every five seconds. While they keep a dead rank's sockets open, the
     # other ranks wait for it.
     die_with_parent(_IGNORED_BY_WORKERS)
-    for descriptor in open_files(_GPU_FILES):
+    # A killed worker that waits for storage outlives its rank. While it has the files open, the driver keeps the rank's
+    # GPU memory from the next attempt (NVIDIA/Megatron-LM#3684).
+    for descriptor in open_gpu_files():
         os.close(descriptor)
 
 

@@ -7,8 +7,6 @@ from functools import partial
 from typing import TypeVar
 
 from hpc.base.kernel import RAM_BACKED
-from hpc.base.node_info import TorchBuild
-from hpc.submissions.checks import NO_HARD_LINKS
 
 _LOCAL_DISK = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay"})
 Facts = TypeVar("Facts")
@@ -21,7 +19,6 @@ class Severity(StrEnum):
     """Runs will lose work or time, or fail."""
     NOTE = "note"
     """Runs may lose work or time in some cases."""
-    UNKNOWN = "unknown"
     OK = "ok"
 
 
@@ -51,12 +48,11 @@ Check = Callable[[Facts], Finding | None]
 ok = partial(Finding, Severity.OK)
 note = partial(Finding, Severity.NOTE)
 costs = partial(Finding, Severity.COST)
-_UNKNOWN = Finding(Severity.UNKNOWN, "not reported")
 
 
 def judge(checks: Mapping[str, Check[Facts]], facts: Facts, where: str) -> list[Finding]:
-    """Return the finding of each check in a table. A check that returns None, for lack of facts, counts as UNKNOWN."""
-    return [(check(facts) or _UNKNOWN).at(name, where) for name, check in checks.items()]
+    """Return the finding of each check in a table, except of checks that return None, for lack of facts."""
+    return [finding.at(name, where) for name, check in checks.items() if (finding := check(facts))]
 
 
 def merge(findings: Iterable[Finding]) -> list[Finding]:
@@ -91,12 +87,6 @@ class LoginNode:
     runs_dir: str
     runs_type: str | None
     """Type of the runs directory's file system. None if unknown."""
-    torch: TorchBuild | None
-    """Torch in the environment of the script that would be submitted now. None if it has none."""
-    python: str = ""
-    """Python of this environment."""
-    lacks_hard_links: bool = False
-    """Whether the file system of the runs directory has no hard links. Also False if that cannot be tested."""
     nodes_see_runs: bool = False
     """Whether a run has started in the runs directory, or all inspected compute nodes see the directory."""
     bad_nodes: tuple[str, ...] = ()
@@ -110,8 +100,6 @@ def _runs_dir(login: LoginNode) -> Finding | None:
     if login.runs_type in RAM_BACKED:
         share = "use --runs-dir on storage that all nodes share"
         return costs(value, "compute nodes do not see it: no run can start", share)
-    if login.lacks_hard_links:
-        return costs(f"{value}, which has no hard links", NO_HARD_LINKS, "use --runs-dir on other storage")
     if login.nodes_see_runs or login.runs_type not in _LOCAL_DISK:
         return ok(value)
     return note(
@@ -119,20 +107,6 @@ def _runs_dir(login: LoginNode) -> Finding | None:
         "this looks like a local disk; unless the nodes mount it, no run can start",
         "check with hpc doctor --nodes 1; use --runs-dir on storage that all nodes share",
     )
-
-
-def _torch(login: LoginNode) -> Finding:
-    if login.torch is None:
-        return note(
-            f"{login.python} has no torch",
-            "hpc submit would refuse a script that you submit now",
-            "activate the environment of your script, or use --python ENV/bin/python",
-        )
-    if login.torch.accelerator is None:
-        value = f"torch {login.torch.version} is built for CPUs only"
-        cost = "it cannot use the GPUs of a job, so that runs treat every GPU node as a bad node"
-        return costs(value, cost, f"{login.python} -m pip install torch, from an index with builds for your GPUs")
-    return ok(f"torch {login.torch.version} for {login.torch.accelerator}")
 
 
 def _bad_nodes(login: LoginNode) -> Finding:
@@ -145,4 +119,4 @@ def _bad_nodes(login: LoginNode) -> Finding:
     )
 
 
-OF_LOGIN: Mapping[str, Check[LoginNode]] = {"runs directory": _runs_dir, "torch": _torch, "nodes": _bad_nodes}
+OF_LOGIN: Mapping[str, Check[LoginNode]] = {"runs directory": _runs_dir, "nodes": _bad_nodes}

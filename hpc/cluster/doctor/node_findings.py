@@ -19,8 +19,6 @@ _MIN_LOCKED_BYTES = 10**9
 # A speed below this part of the median is slow. GPUs of one kind differ by a few percent. CPUs, disks and networks
 # differ more.
 _SLOW_GPU, _SLOW = 0.9, 0.5
-# Prefixes of virtual interfaces, which do not lead to other nodes.
-_VIRTUAL = ("lo", "docker", "virbr", "veth", "br-", "cni", "podman", "flannel", "cali")
 
 
 def _stage(node: NodeInfo) -> Finding:
@@ -64,13 +62,6 @@ def _memory(node: NodeInfo) -> Finding:
         f"ask the administrators for `mount -o remount,size=50% {DEV_SHM}` on the nodes (containers: --shm-size)",
         number=number,
     )
-
-
-def _interfaces(node: NodeInfo) -> Finding:
-    value = " ".join(node.interfaces) or "none"
-    if all(name.startswith(_VIRTUAL) for name in node.interfaces):
-        return costs(value, "no interface leads to other nodes: only runs on one node work", "ask the administrators")
-    return ok(value if node.interface is None else f"{value}; {node.interface} leads to the other nodes")
 
 
 def _sees_runs(node: NodeInfo) -> Finding:
@@ -130,7 +121,6 @@ OF_NODE: Mapping[str, Check[NodeInfo]] = {
     **OF_MACHINE,
     "runs directory": _sees_runs,
     "Slurm's commands": _slurm_commands,
-    "network interface": _interfaces,
     "preflight": _preflight,
 }
 

@@ -16,14 +16,12 @@ from hpc.base.flags import Flag
 from hpc.base.node_info import NodeInfo
 from hpc.base.units import NodeRange, TimeLimit
 from hpc.commands import cli
+from hpc.run.own_packages import own_pythonpath
 from hpc.run.spec import Network, Resources
 from hpc.slurm import client as slurm
 from hpc.slurm import sinfo
-from hpc.slurm.pythonpath import own_pythonpath
 from hpc.submissions.resources import resolve_resources
 from hpc.submissions.user_python import user_environment
-
-_TIME_LIMIT = TimeLimit(600)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +47,7 @@ def probe_nodes(options: NodeOptions, partition: str) -> tuple[Resources, list[N
     """
     names, asked, network = options.node or (), options.resources, options.network
     nodes = len(slurm.hostnames(",".join(names))) if names else asked.nodes.most
-    asked = replace(asked, partition=partition, nodes=NodeRange(nodes), time=asked.time or _TIME_LIMIT)
+    asked = replace(asked, partition=partition, nodes=NodeRange(nodes), time=asked.time or TimeLimit(600))
     resources = resolve_resources(asked, sinfo.partitions())
     own = user_environment.find_python()
     _, python = user_environment.resolve(None, options.python, resources.setup, on_cluster=True, found=own)

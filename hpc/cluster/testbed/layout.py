@@ -9,7 +9,6 @@ from hpc.slurm.client import TESTBED_DIRECTORY
 
 LOGIN_NAME = "login"
 LOGIN_ADDRESS = "10.77.0.254"
-_MAX_NODES = 99
 
 ROOT = TESTBED_DIRECTORY
 # The TestbedShape as JSON: the first file that `up` writes.
@@ -18,8 +17,6 @@ STATE = ROOT / "state.json"
 SLURM_CONF = ROOT / "slurm.conf"
 GRES_CONF = ROOT / "gres.conf"
 SLURMDBD_CONF = ROOT / "slurmdbd.conf"
-JOB_SUBMIT = ROOT / "job_submit.lua"
-JOB_CONTAINER = ROOT / "job_container.conf"
 # Every node's /etc/hosts.
 HOSTS = ROOT / "hosts"
 MUNGE = ROOT / "munge"
@@ -83,24 +80,24 @@ class TestbedShape:
     - suspend: a preempted job is suspended
     - strict: one job at a time for the users of the account `users`, no requeues and no changes of jobs
     - addresses: the nodes' names lead to a closed network; in the open network, most ports are closed
-    - ranges: more nodes, with three digits: gpu[001-032]
+    - ranges: three digits in the nodes' names: gpu[001-032] with --nodes 32
     - private: each job has its own /tmp and /dev/shm
     - expedited: Slurm requeues a job without its delay if the job asks for that (Slurm 25.11 and later)"""
-    nodes: int | None = None
-    """Compute nodes: gpu01, gpu02, and so on. Default: 4; 32 with `--profile ranges`."""
+    nodes: int = 4
+    """Compute nodes: gpu01, gpu02, and so on."""
     gpus_per_node: int = 4
     """Simulated GPUs per node: Slurm allocates them, but there is no hardware."""
-    slurmd_timeout: int | None = None
-    """Seconds after which Slurm marks a dead node down (SlurmdTimeout). Default: 20; 300 with `--profile bare`."""
+    slurmd_timeout: int = 20
+    """Seconds after which Slurm marks a dead node down (SlurmdTimeout). With `--profile bare`, it is always 300."""
     accounting: bool = False
     """Also run slurmdbd on a private MariaDB, so that sacct works."""
 
     def __post_init__(self) -> None:
         """Raise UserError for a number that Slurm or the address range does not allow."""
         for flag, value, minimum, maximum, example in (
-            ("--nodes", self.num_nodes, 1, _MAX_NODES, 4),
+            ("--nodes", self.nodes, 1, 99, 4),
             ("--gpus-per-node", self.gpus_per_node, 0, 16, 4),
-            ("--slurmd-timeout", self.seconds_to_down, 5, 65_533, 300),
+            ("--slurmd-timeout", self.slurmd_timeout, 5, 65_533, 300),
         ):
             if not minimum <= value <= maximum:
                 raise UserError(f"{flag} {value}: give {minimum} to {maximum}; type for example {flag} {example}")
@@ -111,26 +108,16 @@ class TestbedShape:
         return PROFILES[self.profile]
 
     @property
-    def num_nodes(self) -> int:
-        """The number of nodes: `nodes`, or the profile's default."""
-        return self.kind.nodes if self.nodes is None else self.nodes
-
-    @property
     def has_accounting(self) -> bool:
         """Whether slurmdbd runs, because `accounting` is set or the profile has an account."""
         return self.accounting or bool(self.kind.account)
-
-    @property
-    def seconds_to_down(self) -> int:
-        """The seconds until Slurm marks a dead node down: `slurmd_timeout`, or the profile's default."""
-        return self.kind.slurmd_timeout if self.slurmd_timeout is None else self.slurmd_timeout
 
     @property
     def all_nodes(self) -> tuple[TestbedNode, ...]:
         """The nodes: gpu01 at 10.77.0.1, and so on."""
         return tuple(
             TestbedNode(name=self.kind.node_name.format(number), address=f"10.77.0.{number}")
-            for number in range(1, self.num_nodes + 1)
+            for number in range(1, self.nodes + 1)
         )
 
     def node(self, name: str) -> TestbedNode:

@@ -19,20 +19,16 @@ class Profile:
     """Values that replace the usual ones of the partition `gpu`, whose jobs can be preempted."""
     gpu_types: tuple[str | None, ...] = ("",)
     """GPU type of each node, repeated for further nodes. "" means GPUs without a type, None means no GPUs."""
-    slurmd_timeout: int = 20
-    """Default of `TestbedShape.slurmd_timeout`, in seconds."""
-    nodes: int = 4
-    """Default of `TestbedShape.nodes`."""
     node_name: str = "gpu{:02d}"
     """Format of a node's name from its number, which counts from 1."""
     account: Mapping[str, str] = field(default_factory=dict)
     """Limits of the account `users`. If not empty, accounting runs."""
-    job_submit: str = ""
     named_network: str = "10.77.0"
     """Network of the addresses to which the nodes' names resolve. NodeAddr is always in the network 10.77.0."""
     boot: str = ""
     """Commands that each node runs first when it boots; `{number}` is the node's number."""
-    job_container: str = ""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Slurm's further configuration files, by name."""
 
 
 # Slurm asks no plugin about a requeue, but a plugin can mark every new job as one that must not be requeued.
@@ -94,9 +90,8 @@ PROFILES: dict[ProfileName, Profile] = {
     "usual": Profile(),
     "typed": Profile(slurm_conf={"SelectTypeParameters": "CR_CPU"}, gpu_types=("a100", "a100", "h100", None)),
     "bare": Profile(
-        slurm_conf={"JobRequeue": "0"},
+        slurm_conf={"JobRequeue": "0", "SlurmdTimeout": "300"},
         gpu_partition={"GraceTime": "0", "MaxTime": "00:05:00", "DefaultTime": "00:05:00"},
-        slurmd_timeout=300,
     ),
     "cancel": Profile(slurm_conf={"PreemptMode": "CANCEL"}, gpu_partition={"PreemptMode": "CANCEL"}),
     # Without FORCE, no two jobs share a node, so Slurm cannot suspend one for the other.
@@ -107,13 +102,13 @@ PROFILES: dict[ProfileName, Profile] = {
     "strict": Profile(
         slurm_conf={"AccountingStorageEnforce": "associations,limits,qos", "JobSubmitPlugins": "lua"},
         account={"MaxSubmitJobs": "1"},
-        job_submit=_NO_REQUEUE_NO_UPDATE,
+        files={"job_submit.lua": _NO_REQUEUE_NO_UPDATE},
     ),
     "addresses": Profile(named_network="10.88.0", boot=_THREE_NETWORKS),
-    "ranges": Profile(nodes=32, node_name="gpu{:03d}", boot=_KNOWN_NEIGHBOURS),
+    "ranges": Profile(node_name="gpu{:03d}", boot=_KNOWN_NEIGHBOURS),
     "private": Profile(
         slurm_conf={"JobContainerType": "job_container/tmpfs", "PrologFlags": "Contain"},
-        job_container="AutoBasePath=true\nBasePath=/mnt\n",
+        files={"job_container.conf": "AutoBasePath=true\nBasePath=/mnt\n"},
         boot=_PRIVATE_DIRECTORIES,
     ),
     # Before Slurm 25.11, which introduced this parameter, the profile behaves like the usual one.

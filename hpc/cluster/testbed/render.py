@@ -111,7 +111,7 @@ exec slurmd -b -N {{name}} -f {layout.SLURM_CONF}
 def slurm_conf(shape: TestbedShape) -> str:
     """Return the text of slurm.conf."""
     # A dead node is marked down within a minute (Slurm's default is 300 s, and the tests would wait for it).
-    settings = {"SlurmdTimeout": str(shape.seconds_to_down), **_SETTINGS, **shape.kind.slurm_conf}
+    settings = {"SlurmdTimeout": str(shape.slurmd_timeout), **_SETTINGS, **shape.kind.slurm_conf}
     text = f"{_CONTROLLER}{_assignments(settings, chr(10))}\n"
     if shape.has_accounting:
         text += _ACCOUNTING
@@ -166,12 +166,12 @@ def files(shape: TestbedShape, host_name: str) -> dict[Path, str]:
         layout.GRES_CONF: gres_conf(shape),
         layout.HOSTS: hosts(shape, host_name),
         layout.LOGIN_SCRIPT: _LOGIN,
-        layout.SLURMDBD_CONF: _SLURMDBD if shape.has_accounting else "",
-        layout.JOB_SUBMIT: shape.kind.job_submit,
-        layout.JOB_CONTAINER: shape.kind.job_container,
+        **{layout.ROOT / name: text for name, text in shape.kind.files.items()},
     }
+    if shape.has_accounting:
+        found[layout.SLURMDBD_CONF] = _SLURMDBD
     for number, node in enumerate(shape.all_nodes, 1):
         found[layout.boot_script(node.name)] = _BOOT.format(
             boot=shape.kind.boot.replace("{number}", str(number)), name=node.name, address=node.address
         )
-    return {path: text for path, text in found.items() if text}
+    return found

@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,12 +25,10 @@ from hpc.run.events.ledger import attempt_prefix
 from hpc.slurm import bad_nodes
 from hpc.slurm import client as slurm
 from hpc.status.printing import console_for
-from hpc.submissions.checks import lacks_hard_links
 from hpc.submissions.options import with_defaults
 from hpc.submissions.sbatch.sbatch_advice import explain
-from hpc.submissions.user_python import user_environment
 
-_STYLES = {Severity.COST: "red", Severity.NOTE: "yellow", Severity.UNKNOWN: "dim"}
+_STYLES = {Severity.COST: "red", Severity.NOTE: "yellow"}
 _PIPE_WIDTH, _WHERE_WIDTH = 120, 24
 # The columns of the table of nodes: the checks whose numbers they show, and their headings.
 _COLUMNS = {
@@ -57,7 +54,7 @@ def doctor(options: DoctorOptions) -> int:
     else:
         if options.node is not None:
             print_nodes(found)
-        print_findings(merge(found), debug=options.debug)
+        print_findings(merge(found))
     return int(any(finding.severity is Severity.COST for finding in found))
 
 
@@ -109,17 +106,10 @@ def examine_nodes(options: DoctorOptions, partition: str) -> list[Finding]:
 def inspect_login(options: DoctorOptions, nodes: Sequence[NodeInfo] = ()) -> LoginNode:
     """Describe the login node. `nodes` are the compute nodes that were inspected."""
     real = expanded(options.runs_dir).resolve()
-    python = options.python or user_environment.find_python()
-    without_links = False
-    with suppress(OSError):  # the storage is full, or the user may not write to it
-        without_links = lacks_hard_links(real)
     has_started = any(real.glob(f"*/events/{attempt_prefix(1)}*"))
     return LoginNode(
         runs_dir=str(real),
         runs_type=file_system_type(options.runs_dir),
-        torch=user_environment.torch_build(python),
-        python=str(python or sys.executable),
-        lacks_hard_links=without_links,
         nodes_see_runs=has_started or (bool(nodes) and all(node.sees_runs for node in nodes)),
         bad_nodes=tuple(map(str, bad_nodes.known(real))),
     )
@@ -146,16 +136,15 @@ def print_nodes(found: Sequence[Finding]) -> None:
         console.print(table, "")
 
 
-def print_findings(found: Sequence[Finding], *, debug: bool) -> None:
-    """Print the problems and the notes, and their numbers. With `debug`, also print the unknown findings."""
+def print_findings(found: Sequence[Finding]) -> None:
+    """Print the problems and the notes, and how many there are."""
     console = console_for(_PIPE_WIDTH)
     of = {severity: [finding for finding in found if finding.severity is severity] for severity in Severity}
-    unknown = of[Severity.UNKNOWN]
     table = Table(box=None, pad_edge=False, padding=(0, 1, 1, 0), show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(max_width=_WHERE_WIDTH, overflow="fold")
     table.add_column(overflow="fold")
-    for one in [*of[Severity.COST], *of[Severity.NOTE], *(unknown if debug else [])]:
+    for one in [*of[Severity.COST], *of[Severity.NOTE]]:
         style = _STYLES[one.severity]
         seen = one.value if one.check in one.value else f"{one.check}: {one.value}"
         seen, cost, advice, where = (escape(visible(text)) for text in (seen, one.cost, one.what_to_do, one.where))
@@ -163,10 +152,8 @@ def print_findings(found: Sequence[Finding], *, debug: bool) -> None:
         table.add_row(f"[{style}]{one.severity}[/]", where, "\n".join(filter(None, lines)))
     if of[Severity.COST] or of[Severity.NOTE]:
         console.print(table)
-    names = ", ".join(finding.check for finding in unknown)
-    rest = f"; {len(unknown)} could not be judged ({names})" if unknown else ""
     counts = ((len(of[Severity.COST]), "problem"), (len(of[Severity.NOTE]), "note"))
-    print(", ".join(f"{count or 'no'} {noun}{'s' * (count != 1)}" for count, noun in counts) + rest)
+    print(", ".join(f"{count or 'no'} {noun}{'s' * (count != 1)}" for count, noun in counts))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -18,11 +18,11 @@ from hpc.commands import cli
 from hpc.run.events.history import History
 from hpc.run.events.interruptions import Interruption, interruptions_of
 from hpc.run.events.kinds import FirstStep
+from hpc.run.own_packages import own_pythonpath
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.slurm import client as slurm
 from hpc.slurm.client import running_slurm_conf
-from hpc.slurm.pythonpath import own_pythonpath
 from hpc.status.details import interruption_table
 from hpc.status.printing import console_for, summaries
 from hpc.status.summary import TERMINAL, Summary

@@ -34,7 +34,6 @@ class Attempt:
     started: float
     start_once: bool = False
     """Whether the ranks may start only once (--start-once)."""
-    training_started: float | None = None
     first_step: int | None = None
     members: tuple[str, ...] = ()
     """The nodes that train; `nodes` also has spares and lost nodes."""
@@ -114,9 +113,8 @@ def _changes(attempt: Attempt, event: Event) -> dict[str, Any]:
             return {"world_size": event.world_size}
         case TrainStarted():
             # Ranks may restart within an attempt: the first start counts.
-            is_first = attempt.training_started is None
-            first = {"training_started": event.time, "first_step": event.step} if is_first else {}
-            return {"restored_step": event.step, **first}
+            first_step = event.step if attempt.first_step is None else attempt.first_step
+            return {"restored_step": event.step, "first_step": first_step}
         case Interrupted():
             this = attempt.interrupted_by(event.cause, event.step, event.signature, event.failed_at)
             return {

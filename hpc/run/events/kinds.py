@@ -129,7 +129,6 @@ class NotContinued(Event, frozen=True, kw_only=True):
 class Cancelled(Event, frozen=True, kw_only=True):
     """The user has called `hpc cancel`."""
 
-    by: str | None = None
     final: bool = False
     """Whether the user gave --final, after which nothing may resume the run."""
 
@@ -141,7 +140,6 @@ class Resumed(Event, frozen=True, kw_only=True):
     """The number of cancellations that no longer count."""
     number: Int = 1
     """The number of this resumption, from 1."""
-    by: str | None = None
     changed: dict[str, Any] = {}
     """The changed flags and their values."""
     revision: str | None = None
@@ -173,7 +171,6 @@ class Joined(Event, frozen=True, kw_only=True):
 
     node: str
     node_rank: Int | None = None
-    clock_skew_seconds: Number | None = None
 
 
 class Staging(Event, frozen=True, kw_only=True):
@@ -451,8 +448,6 @@ class OfMessage(Event, frozen=True, kw_only=True):
 
 class Notifying(OfMessage, frozen=True, kw_only=True):
     """The process is about to send the message."""
-
-    host: str | None = None
 
 
 class NotificationSent(OfMessage, frozen=True, kw_only=True):

@@ -69,12 +69,7 @@ def read(events: Path, prefix: str = "") -> list[Event]:
 
     Damaged events are left out.
     """
-    return _read(events, lambda name: name.startswith(prefix))[0]
-
-
-def read_with_damage(events: Path) -> tuple[list[Event], list[str]]:
-    """Return all events of a run, and a sentence for each damaged line."""
-    return _read(events, lambda _: True)
+    return read_with_damage(events, lambda name: name.startswith(prefix))[0]
 
 
 def read_without_other_nodes(events: Path) -> list[Event]:
@@ -83,10 +78,11 @@ def read_without_other_nodes(events: Path) -> list[Event]:
     All agents of a job call this at the same time: if each of a thousand nodes read the files of a thousand nodes in
     all attempts, shared storage would be busy for minutes.
     """
-    return _read(events, lambda name: _OF_OTHER_NODES.match(name) is None)[0]
+    return read_with_damage(events, lambda name: _OF_OTHER_NODES.match(name) is None)[0]
 
 
-def _read(events: Path, wanted: Callable[[str], bool]) -> tuple[list[Event], list[str]]:
+def read_with_damage(events: Path, wanted: Callable[[str], bool] = lambda _: True) -> tuple[list[Event], list[str]]:
+    """Return the events of a run, from the files with a `wanted` name, and a sentence for each damaged line."""
     try:
         with os.scandir(events) as entries:
             names = sorted(entry.name for entry in entries if entry.name.endswith(".jsonl") and wanted(entry.name))

@@ -10,7 +10,6 @@ import argparse
 import io
 import logging
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -116,8 +115,7 @@ def _claim(run: RunDir, message: Message) -> EventWriter | None:
     """Create the file of this try to send, and return its writer; None if another process has created it."""
     notice, name, number = message
     path = run.events / f"notice-{notice.key}-{name}-{number}.jsonl"
-    event = Notifying(notice=notice.key, recipient=name, host=socket.gethostname())
-    return EventWriter(path) if record_once(path, event) else None
+    return EventWriter(path) if record_once(path, Notifying(notice=notice.key, recipient=name)) else None
 
 
 def _send_and_record(message: Message, writer: EventWriter, deadline: float) -> None:

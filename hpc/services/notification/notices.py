@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc.run.causes import Cause
-from hpc.run.events.attempts import Attempt
 from hpc.run.events.history import History
 from hpc.run.events.kinds import NotificationFailed, NotificationSent, OfMessage, TrainCompleted
 
@@ -47,18 +46,14 @@ def unsent_messages(history: History) -> list[dict[str, str | None]]:
 
 def _ended(run: Path, history: History, *, is_complete: bool) -> Notice:
     key, title, verb = ("completed", "is complete", "status") if is_complete else ("failed", "has failed", "logs")
-    last, stopped = history.attempts[-1], history.not_continued
-    advice = [f"Nothing restarts the run ({stopped}): start hpc supervise, or type hpc resume"] if stopped else []
-    # The agents of a complete run may have been killed before they recorded the end of the attempt.
-    at = last.ended or max((event.time for event in history.of(TrainCompleted)), default=0.0)
-    body = _body(run, last, verb, *advice)
-    return Notice(key=f"{key}-{last.attempt:03d}", title=f"Run {run.name} {title}", body=body, time=at)
-
-
-def _body(run: Path, last: Attempt, verb: str, *more: str) -> str:
-    """Return the text of a message: the last attempt, the lines of `more`, and the command to type."""
+    last = history.attempts[-1]
     lines = [f"Attempt {last.attempt}, job {last.job_id} on {', '.join(last.nodes)}."]
     if last.cause is not None and last.cause != Cause.COMPLETED:
         after = "" if last.last_step is None else f" after step {last.last_step}"
         lines.append(f"It ended{after}: {last.cause}" + (f", {last.detail}" if last.detail else ""))
-    return "\n".join([*lines, *more, "", f"hpc {verb} {run}"])
+    if stopped := history.not_continued:
+        lines.append(f"Nothing restarts the run ({stopped}): start hpc supervise, or type hpc resume")
+    body = "\n".join([*lines, "", f"hpc {verb} {run}"])
+    # The agents of a complete run may have been killed before they recorded the end of the attempt.
+    at = last.ended or max((event.time for event in history.of(TrainCompleted)), default=0.0)
+    return Notice(key=f"{key}-{last.attempt:03d}", title=f"Run {run.name} {title}", body=body, time=at)

@@ -7,7 +7,7 @@ file: a run, its events and every command line have only the names.
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,9 +51,8 @@ def read_recipients() -> dict[str, str]:
             f"{path} is {stat.filemode(status.st_mode)} of user {status.st_uid}, so others may read its addresses and "
             f"their passwords: make it yours, and type chmod 600 {path}"
         )
-    if not isinstance(found, dict) or not found:
-        raise UserError(f"{path} has no names with addresses: use {_EXAMPLE}")
-    if not all(_NAME.fullmatch(str(name)) and isinstance(address, str) for name, address in found.items()):
+    named = found.items() if isinstance(found, dict) else ()
+    if not named or not all(_NAME.fullmatch(str(name)) and isinstance(address, str) for name, address in named):
         raise UserError(f"{path}: each name is of letters, digits, - and _, but not {ALL}, with an address: {_EXAMPLE}")
     return {str(name): address for name, address in found.items()}
 
@@ -63,21 +62,15 @@ def with_known_names(notification: Notification) -> Notification:
     return replace(notification, notify=tuple(choose_recipients(notification.notify)))
 
 
-def choose_recipients(names: Iterable[str]) -> dict[str, str]:
+def choose_recipients(names: Sequence[str]) -> dict[str, str]:
     """Map each name to the recipient's service, such as Slack. `all` means all recipients.
 
     Raises UserError if the recipients file is wrong (`read_recipients`) or lacks a name, or if apprise does not support
     an address.
     """
-    names = list(names)
     known = read_recipients() if names else {}
     wanted = list(dict.fromkeys(name for given in names for name in (known if given == ALL else (given,))))
     for name in wanted:
-        if ":" in name:
-            raise UserError(
-                "a recipient is a name, not an address: everybody on this machine can read the command line. Write "
-                f"NAME: ADDRESS into {recipients_file()}, and type the name"
-            )
         if name not in known:
             choice = ", ".join(sorted(known))
             raise UserError(f"recipient {name!r} is not in {recipients_file()}: use {choice}, or {ALL}")

@@ -5,26 +5,25 @@ nor delay the training. The process ends when its standard input ends: at the en
 dies. If it cannot send, as on nodes without internet, `hpc sync` sends the missing points from the login node.
 """
 
-import argparse
 import os
 import select
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 from hpc.base.errors import TorchrelayError
 from hpc.run.events.history import History
 from hpc.run.events.kinds import OfTracker, Tracking, TrackingFailed
 from hpc.run.events.ledger import EventWriter, attempt_prefix
 from hpc.run.rundir import RunDir
-from hpc.run.spec import RunSpec
+from hpc.run.spec import RunSpec, Service
 from hpc.services.tracking.opening import tracker_of
 from hpc.services.tracking.tracker import TITLES, Tracker, read_points
 
 _POLL_SECONDS = 15.0
 _RETRY_SECONDS = 300.0
-_NICE = 10
 
 
 def send_new(run: RunDir, tracker: Tracker) -> int:
@@ -39,31 +38,25 @@ def last_events(history: History, attempt: int | None) -> dict[str, OfTracker]:
     return {event.service: event for event in history.during(attempt).of(OfTracker)}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Send new points until the attempt is over. Return 1 if the last try to send failed."""
-    parser = argparse.ArgumentParser(description="Send the metrics of a run to a tracker until the input ends.")
-    parser.add_argument("run_dir", type=Path)
-    parser.add_argument("service", choices=TITLES)
-    parser.add_argument("attempt", type=int)
-    options = parser.parse_args(argv)
+    run, service, attempt = RunDir(Path(argv[0])), cast("Service", argv[1]), int(argv[2])
     # A requeue signals all processes of the job. This one ignores the signals, and sends the last points meanwhile.
     for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    os.nice(_NICE)
-    run = RunDir(options.run_dir)
-    file = run.events / f"{attempt_prefix(options.attempt)}tracking-{options.service}.jsonl"
-    writer = EventWriter(file, options.attempt)
+    os.nice(10)
+    writer = EventWriter(run.events / f"{attempt_prefix(attempt)}tracking-{service}.jsonl", attempt)
     while True:
         try:
-            tracker = tracker_of(options.service)(run, RunSpec.load(run))
-            writer.append(Tracking(service=options.service, url=tracker.url))
+            tracker = tracker_of(service)(run, RunSpec.load(run))
+            writer.append(Tracking(service=service, url=tracker.url))
             while not _input_ends_within(_POLL_SECONDS):
                 send_new(run, tracker)
             send_new(run, tracker)
             tracker.close(History.load(run).outcome)
         except (OSError, TorchrelayError) as error:
-            writer.append(TrackingFailed(service=options.service, reason=str(error)))
-            print(f"torchrelay: the metrics cannot be sent to {TITLES[options.service]}: {error}", flush=True)
+            writer.append(TrackingFailed(service=service, reason=str(error)))
+            print(f"torchrelay: the metrics cannot be sent to {TITLES[service]}: {error}", flush=True)
             if _input_ends_within(_RETRY_SECONDS):
                 return 1
         else:
@@ -76,4 +69,4 @@ def _input_ends_within(seconds: float) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

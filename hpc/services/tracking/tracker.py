@@ -28,7 +28,6 @@ BOOKKEEPING = frozenset(
     {"step", "epoch", "attempt", "time", "train_seconds", "seconds", "correct", "total", "corrupt"}
 )  # fmt: skip
 """Fields that get no curve, because they identify a line, or only complete other numbers."""
-_EVALUATIONS = "eval"
 
 
 # --- the numbers in `metrics/*.jsonl`, of the classifier or a script, by the names that trackers show ---
@@ -67,7 +66,7 @@ def _point(name: str, record: Mapping[str, Any]) -> Point | None:
     step, time, split = record.get("step"), record.get("time"), record.get("split")
     if type(step) is not int:
         return None
-    series = split if name == _EVALUATIONS and isinstance(split, str) else name
+    series = split if name == "eval" and isinstance(split, str) else name
     values = {
         f"{series}/{key}": float(value)
         for key, value in record.items()

@@ -16,7 +16,6 @@ from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.services.tracking.tracker import PROJECT, Point, TrackingError, run_id, settings_of
 
-_INIT_SECONDS = 60.0
 # Prefix of the last step of each series in W&B's summary. A process that resumes the run gets this summary.
 _SENT = "sent/"
 
@@ -37,7 +36,7 @@ class WandbTracker:
         settings = wandb.Settings(
             # The sending process has neither the output nor the GPUs of the run.
             console="off", x_disable_stats=True, x_disable_meta=True, disable_git=True, disable_code=True,
-            disable_job_creation=True, silent=True, init_timeout=_INIT_SECONDS,
+            disable_job_creation=True, silent=True, init_timeout=60.0,
             reinit="create_new",  # hpc sync has several runs open; by default, init() would return the first one again
         )  # fmt: skip
         with _errors():

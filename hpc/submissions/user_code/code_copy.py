@@ -27,7 +27,7 @@ from hpc.base.files import link_file, remove_directory, sha256_of
 from hpc.base.git import repository
 from hpc.base.kernel import sync_file_system
 from hpc.run.code_files import CodeFiles, stamp, written_files
-from hpc.run.own_packages import DIRECTORIES
+from hpc.run.own_packages import directories
 from hpc.run.rundir import LIBRARY, RunDir
 from hpc.run.spec import RunSpec
 from hpc.submissions.user_code.code_layout import is_source
@@ -122,7 +122,7 @@ def copy_packages(run: RunDir) -> None:
 
 def _files() -> Iterator[tuple[Path, str]]:
     """Yield the files of our packages, with their names in the archive."""
-    for source in DIRECTORIES:
+    for source in directories():
         place = Path(LIBRARY if source.name == "torchrelay" else "", source.name)
         for directory, below, names in os.walk(source):
             parent = place / Path(directory).relative_to(source)

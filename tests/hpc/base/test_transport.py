@@ -166,7 +166,8 @@ def test_oversized_message_is_refused_by_its_length(server: Server) -> None:
 @pytest.mark.parametrize("text", [b"[" * 900, b'{"a":' * 180, b"[1]", b"null", b"", b"\xff\xfe", b"{", b"NaN"])
 def test_what_is_no_json_object_ends_the_connection(server: Server, text: bytes) -> None:
     with client(server.port) as connection:
-        connection._send_text(text)
+        mac = transport._mac(connection._send_key, transport._NUMBER.pack(0), text)
+        connection.send_bytes(transport._LENGTH.pack(len(text)) + mac + text)
         assert_ended_by_the_server(connection)
     assert works(server)
 

@@ -108,10 +108,10 @@ def test_snapshot_of_a_run_that_is_over_is_removed(tmp_path: Path, over: str) ->
         run.final.mkdir()
         run.final_result.write_text("{}")
     elif over == "cancelled for good":
-        EventWriter(run.events / "cancel.jsonl").append(Cancelled(by="me", final=False))
+        EventWriter(run.events / "cancel.jsonl").append(Cancelled(final=False))
         start_another(tmp_path)
         assert left.exists(), "hpc resume may continue from it"
-        EventWriter(run.events / "cancel.jsonl").append(Cancelled(by="me", final=True))
+        EventWriter(run.events / "cancel.jsonl").append(Cancelled(final=True))
     else:
         shutil.rmtree(run.path)
         if over == "replaced":

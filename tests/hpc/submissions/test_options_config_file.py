@@ -103,7 +103,7 @@ def test_training_that_names_no_data_gets_some(tmp_path: Path, monkeypatch: pyte
     [
         ("--recipe=cifr", "--recipe is 'cifr', which is not known: use cifar"),
         ("--recipe=zzz", "--recipe is 'zzz', which is not known: use cifar, digits, fashion-mnist, "),
-        ("--config=c.yaml", "--config c.yaml: there is no flag 'epoch': did you mean epochs"),
+        ("--config=c.yaml", "--config c.yaml cannot set 'epoch': did you mean epochs"),
     ],
 )
 def test_unknown_recipes_and_flags_are_refused(

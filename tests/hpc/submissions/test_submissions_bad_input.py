@@ -87,8 +87,8 @@ def defaults(site: Site) -> Iterator[Path]:
         ("nodes: 5\n", ["--nodes=6"], {}, r"--nodes is 6, but partition gpu has 4"),
         ("partition: one\n", [], {"SBATCH_PARTITION": "two"}, r"--partition 'two' does not exist"),
         ("", ["-p", "three"], {"SBATCH_PARTITION": "two"}, r"--partition 'three' does not exist"),
-        ("nodez: 5\n", [], {}, r"defaults \S+/torchrelay.yaml: there is no flag 'nodez': did you mean nodes"),
-        ("recipe: digits\n", [], {}, r"torchrelay.yaml: a recipe cannot be a default: .* or type --recipe digits"),
+        ("nodez: 5\n", [], {}, r"defaults \S+/torchrelay.yaml cannot set 'nodez': did you mean nodes"),
+        ("recipe: digits\n", [], {}, r"torchrelay.yaml cannot set 'recipe'"),
     ],
 )
 def test_bad_defaults_are_refused_and_the_nearest_place_wins(

@@ -10,6 +10,7 @@ import pytest
 from hpc.run.causes import Cause, JobState
 from hpc.run.events.attempts import Attempt
 from hpc.run.events.history import History
+from hpc.run.events.kinds import Cancelled, Event, Refused, Resubmitting, Scancelled, Submitted
 from hpc.run.rundir import RunDir
 from hpc.slurm.squeue import SlurmJob
 from hpc.supervise.decide import NEVER_SUBMITTED, Action, Decision, decide
@@ -129,10 +130,20 @@ TABLE: list[tuple[str, dict[str, Any], Action, str]] = [
 ]  # fmt: skip
 
 
+EVENTS: dict[str, Event] = {
+    "submitted": Submitted(job_id="7"), "cancelled": Cancelled(), "scancelled": Scancelled(job_id="7"),
+    "refused": Refused(job_id="7", restart=0, detail="gpu01 has no interface ib7"),
+    "handover_unfinished": Resubmitting(attempt=1, host="login", pid=1),
+}  # fmt: skip
+
+
 def view(**known: Any) -> RunObservation:
     """What is known; the last job is the last that squeue lists."""
+    events = [event for name, event in EVENTS.items() if known.pop(name, name == "submitted")]
+    history = History(events, complete=known.pop("complete", False))
+    vars(history)["attempts"] = known.pop("attempts", [])  # in place of those of the events
     listed = {"last_job_state": known["jobs"][-1].state} if known.get("jobs") else {}
-    return RunObservation(run=RunDir(Path("run")), history=History(), now=NOW, **{**listed, **known})
+    return RunObservation(run=RunDir(Path("run")), history=history, now=NOW, **{**listed, **known})
 
 
 @pytest.mark.parametrize(("known", "action", "reason"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
@@ -217,7 +228,7 @@ def test_an_end_that_is_known_is_not_recorded_again() -> None:
 
 
 def test_job_that_refused_to_start_says_why() -> None:
-    known = view(jobs=[job(JobState.FAILED)], last_job_state=JobState.FAILED, refusal="gpu01 has no interface ib7")
+    known = view(jobs=[job(JobState.FAILED)], last_job_state=JobState.FAILED, refused=True)
     decision = decide(known)
     assert decision.state == "failed"
     assert "its job started nothing: gpu01 has no interface ib7: correct that" in decision.reason

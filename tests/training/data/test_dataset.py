@@ -18,6 +18,7 @@ from support.cluster import ROOT, need
 from support.real_images import needs_fashion_mnist
 from support.trainings import children, load, make_folder, make_idx, write_idx
 
+from hpc.base import kernel
 from hpc.base.errors import UserError
 from training.config.dataset_layout import check_data, resolve_data
 from training.data import in_memory, loader
@@ -114,7 +115,7 @@ def test_the_fingerprint_is_that_of_the_data_not_of_their_place(tmp_path: Path) 
 def test_loader_workers_do_not_keep_the_gpus_of_their_rank(
     folder_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loader, "_GPU_FILES", str(tmp_path / "nvidia"))
+    monkeypatch.setattr(kernel, "_GPU_FILES", str(tmp_path / "nvidia"))
     source, before = load(folder_data).train, set(children(os.getpid()))
     requests = [BatchRequest(indices=(index,), epoch=0) for index in range(20)]
     with ExitStack() as files:

@@ -46,7 +46,7 @@ HISTORY = [
 def test_attempts_of_a_history() -> None:
     first, second = attempts_of(HISTORY)
     assert (first.nodes, first.cause, first.first_step, first.last_step) == (("a", "b"), "node_failure", 0, 20)
-    assert (first.started, first.training_started, first.ended) == (1.0, 2.0, 12.0)
+    assert (first.started, first.ended) == (1.0, 12.0)
     assert (second.first_step, second.ended) == (10, None)
     crashed = PastInterruption(cause="crashed", step=7, restored_step=0, signature="1: KeyError")
     assert (first.interruptions, first.members) == ((crashed,), ("b",))

@@ -26,7 +26,7 @@ def test_each_resumption_has_its_number_and_its_spec(run: RunDir) -> None:
     assert (next_resumption(run), current_spec(run)) == (1, run.spec)
     for number in range(1, 12):
         assert next_resumption(run) == number
-        resumption = Resumed(number=number, cancellations=0, attempt=number, by="me")
+        resumption = Resumed(number=number, cancellations=0, attempt=number)
         assert record_once(resumption_file(run, number), resumption)
         assert current_spec(run) == run.revised_spec(number)
     assert resumption_file(run, 1).name == "resume-001.jsonl", "names sort as numbers do"
@@ -34,11 +34,11 @@ def test_each_resumption_has_its_number_and_its_spec(run: RunDir) -> None:
 
 def test_resumption_is_recorded_once_with_the_cancellations_that_its_user_saw(run: RunDir) -> None:
     file = resumption_file(run, 1)
-    assert record_once(file, Resumed(number=1, cancellations=2, attempt=3, by="me"))
-    assert not record_once(file, Resumed(number=1, cancellations=0, attempt=4, by="another"))
+    assert record_once(file, Resumed(number=1, cancellations=2, attempt=3))
+    assert not record_once(file, Resumed(number=1, cancellations=0, attempt=4))
     [event] = records_in(run.events)
-    fields = ("event", "number", "cancellations", "attempt", "by")
-    assert tuple(event[name] for name in fields) == ("resumed", 1, 2, 3, "me")
+    fields = ("event", "number", "cancellations", "attempt")
+    assert tuple(event[name] for name in fields) == ("resumed", 1, 2, 3)
 
 
 def test_cancellation_is_read_from_two_kinds_of_file(run: RunDir) -> None:
