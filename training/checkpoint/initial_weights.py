@@ -47,7 +47,7 @@ def load_initial_weights(context: RunContext, state: TrainState, group: ProcessG
             path = resolve_weights(config.model, config.weights)
             fitting, new, source = select_weights(read_weights(path), state.model, path)
     weights = context.beat_with_each("start", group.broadcast_tensors(fitting))
-    load_full_state_dict(state.model, weights, sharded=state.sharded, strict=False)
+    load_full_state_dict(state.model, weights, strict=False)
     if state.ema:
         state.ema.model.load_state_dict(state.model.state_dict())
     used = f"beginning with {path}" + (f" ({source})" if source else "")

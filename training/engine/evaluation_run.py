@@ -151,7 +151,7 @@ def load_model(
     model = place_model(model, built, group)
     with group.raise_on_all_ranks():
         try:
-            load_full_state_dict(model, weights.items(), sharded=built.strategy == "fsdp")
+            load_full_state_dict(model, weights.items())
         except RuntimeError as error:
             raise UserError(f"the weights in {directory} are not those of {card.model}: {first_line(error)}") from error
     preprocess = Preprocess(

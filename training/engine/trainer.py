@@ -78,7 +78,6 @@ class Trainer:
             scaler=make_scaler(config, group.device),
             ema=Ema(model, config.ema_decay) if config.ema_decay else None,
             identity=identity(config, data),
-            sharded=config.strategy == "fsdp",
         )
         # Any other object that must survive an interruption registers here too.
         self.loss_meter = self.state.register("loss_meter", LossMeter(group))

@@ -120,11 +120,11 @@ class Evaluator:
     ) -> Evaluation:
         """Load other weights, tensor by tensor, evaluate the model with them, and restore its own weights."""
         own = {name: value.clone() for name, value in self.model.state_dict().items()}
-        load_full_state_dict(self.model, weights, sharded=self.config.strategy == "fsdp")
+        load_full_state_dict(self.model, weights)
         try:
             return self.evaluate(source, before_batch)
         finally:
-            load_full_state_dict(self.model, own.items(), sharded=False)
+            load_full_state_dict(self.model, own.items())
 
     @torch.inference_mode()
     def _evaluate_batch(self, images: Tensor, labels: Tensor, top5_correct: Tensor) -> tuple[Tensor, Tensor]:

@@ -105,7 +105,7 @@ class Validator:
 
     def _weights(self) -> dict[str, Tensor]:
         """Return a copy of the weights on rank 0's CPU, and an empty dict on other ranks. All ranks must call this."""
-        tensors = full_state_dict(self.evaluator.model, self.evaluator.group, sharded=self.state.sharded)
+        tensors = full_state_dict(self.evaluator.model, self.evaluator.group)
         # safetensors writes contiguous tensors only.
         return {name: value.to("cpu", copy=True).contiguous() for name, value in tensors}
 
