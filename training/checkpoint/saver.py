@@ -18,7 +18,7 @@ from hpc.base.errors import TorchrelayError, UserError
 from hpc.run.events.kinds import CheckpointSaved, Problem, SnapshotOff
 from training.checkpoint.snapshot import missing_results
 from training.checkpoint.state import LOSS, TrainState
-from training.config.rules import Interval, parse_interval
+from training.config.rules import parse_interval
 from training.monitoring.run_logger import Console, RunLogger
 from training.runtime.process_group import ProcessGroup, SharedError
 from training.runtime.run_context import RunContext
@@ -34,14 +34,13 @@ class Saver(Owner):
         config, node = context.config, context.node_dir
         self._context, self._state, self._group, self._logger = context, state, group, logger
         self._snapshot_directory = node.snapshots if node else None
-        snapshots = parse_interval("snapshot_every", config.snapshot_every) if node else Interval()
-        self.checkpoints = SaveTimes(**vars(parse_interval("checkpoint_every", config.checkpoint_every)))
-        self.snapshots = SaveTimes(**vars(snapshots))
+        self.checkpoints = SaveTimes(**parse_interval("checkpoint_every", config.checkpoint_every))
+        self.snapshots = SaveTimes(**(parse_interval("snapshot_every", config.snapshot_every) if node else {}))
         # CUDA gives each new thread the node's first GPU, on which every rank would then take memory.
         choose_device = partial(torch.cuda.set_device, group.device) if group.device.type == "cuda" else None
         self.writer = StateWriter(
             peers=group, objects=state.objects, checkpoints=context.run_dir.checkpoints,
-            snapshots=self._snapshot_directory if snapshots.steps or snapshots.seconds else None,
+            snapshots=self._snapshot_directory if self.snapshots.steps or self.snapshots.seconds else None,
             keep=config.keep_checkpoints, owner=self, attempt=context.attempt, extra={"identity": state.identity},
             checkpoint_times=self.checkpoints, snapshot_times=self.snapshots, prepare_thread=choose_device,
         )  # fmt: skip
