@@ -29,7 +29,6 @@ from training.config.command_line import TrainFlags, parse_flags, train_words
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.train_config import TrainConfig, check_world
 from training.runtime.counter_rng import Purpose, derive_key, rand_int
-from training.runtime.determinism import describe_numerics
 from training.runtime.fault_injection import NO_FAULT, POINTS, Fault
 from training.verify_resume.compare import ComparedPart, compare_runs
 from training.verify_resume.local_launch import prepare_server, start_ranks, wait_for_ranks
@@ -82,7 +81,8 @@ def verify(config: TrainConfig, ranks: int, cuts: int, directory: Path) -> bool:
     prepare_server()
     whole, cut = (RunDir(directory / name) for name in ("uninterrupted", "interrupted"))
     console = Console(soft_wrap=True, highlight=False)
-    console.print(f"training 1 of 2: uninterrupted, {ranks} rank{'' if ranks == 1 else 's'}")
+    number = f"{ranks} rank{'' if ranks == 1 else 's'}"
+    console.print(f"training 1 of 2: uninterrupted, {number}")
     run_attempt(config, whole, 1, ranks, NO_FAULT)
     steps = History.load(whole).of(TrainStarted)[0].total_steps or 0
     console.print(f"training 2 of 2: {cuts} cuts in {steps} steps")
@@ -103,7 +103,9 @@ def verify(config: TrainConfig, ranks: int, cuts: int, directory: Path) -> bool:
         missing = f"only {done} were possible: use more --epochs or fewer --cuts"
         parts.append(ComparedPart(name="cuts", compared=f"{cuts} cuts", difference=missing))
     values = json.loads((list_checkpoints(cut.checkpoints)[0] / STATE_VALUES).read_bytes())
-    holds_for = f"{describe_numerics(values['objects']['numerics'])}, on one node"
+    numerics = values["objects"]["numerics"]
+    where = f"{number} on {numerics['device']}, torch {numerics['torch']}, on one node"
+    holds_for = f"--deterministic {config.deterministic}, {where}"
     return report(parts, console, f"bit-identical at step {steps}, after {done} of {cuts} cuts: {holds_for}")
 
 

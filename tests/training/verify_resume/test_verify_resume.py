@@ -147,7 +147,7 @@ def test_one_different_bit_is_found_and_named(two_runs: tuple[RunDir, RunDir]) -
     save_file(weights, path)
     [(name, difference)] = differing(one, other).items()
     assert name == "final model"
-    assert difference.startswith("0.bias: 1 of 16 values differ, by up to ")
+    assert difference.startswith("0.bias: Tensor-likes are not equal! Mismatched elements: 1 / 16 ")
 
 
 def test_a_different_state_or_history_is_found_and_named(two_runs: tuple[RunDir, RunDir]) -> None:
@@ -160,6 +160,9 @@ def test_a_different_state_or_history_is_found_and_named(two_runs: tuple[RunDir,
     other.eval_metrics.write_text("".join(lines[:-1]))
     assert differing(one, other).keys() == {"progress", "history: eval"}
     assert differing(one, other)["history: eval"] == "records: 2 uninterrupted, 1 interrupted"
+    seen = state["objects"]["progress"]["samples_seen"]
+    named = f'"samples_seen": {seen - 1}, uninterrupted, "samples_seen": {seen}, interrupted'
+    assert differing(one, other)["progress"].split() == named.split()
 
 
 @pytest.mark.parametrize(
