@@ -103,7 +103,6 @@ class Stepper:
         """
         config, state, progress = self.config, self.state, self.state.progress
         optimizer, scaler = state.optimizer, state.scaler
-        loss_meter.begin_step()
         seed_generators(self.group.device, derive_key(config.seed, Purpose.STEP, progress.step, self.group.rank))
         # Set the mode only after an evaluation: to visit all modules takes half a millisecond.
         if not state.model.training:

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.amp import GradScaler
 from torchrelay.stop_consensus import StepFlags, StopConsensus, StopRequested
 from torchrelay.stop_signals import signals
 
@@ -38,7 +39,7 @@ from training.evaluation.evaluator import Evaluator
 from training.evaluation.validation import Validator
 from training.models.compiled_code import kept_code
 from training.models.ema import Ema
-from training.models.factory import Preprocess, make_scaler
+from training.models.factory import Preprocess
 from training.models.parallel import place_model
 from training.monitoring.run_logger import Console, JsonLines, RunLogger
 from training.runtime.determinism import Numerics
@@ -75,7 +76,8 @@ class Trainer:
         self.state = TrainState(
             model=model,
             optimizer=make_optimizer(config, model),
-            scaler=make_scaler(config, group.device),
+            # It keeps float16 gradients from vanishing.
+            scaler=GradScaler(group.device.type, enabled=config.amp == "fp16"),
             ema=Ema(model, config.ema_decay) if config.ema_decay else None,
             identity=identity(config, data),
         )
@@ -223,7 +225,7 @@ class Trainer:
                 self.context.fault.inject("boundary", progress.step + 1, group.rank)
                 if self.config.log_samples:
                     self.samples.append({"step": progress.step + 1, "indices": batch.indices.tolist()})
-                self.loss_meter.add_wait(self.step_timer.loading_seconds)
+                self.loss_meter.begin_step(self.step_timer.loading_seconds)
                 self.corrupt_images.add(batch.corrupt.tolist())
                 self.stepper.step(batch, self.loss_meter)
                 # Check the last logged loss while the device computes this step.
@@ -335,11 +337,7 @@ class Trainer:
         step, total_steps = totals.step, self.schedule.total_steps
         speed = record["images_per_second"]
         epoch = (step - 1) // self.schedule.steps_per_epoch + 1
-        measured = {
-            "loss": round(means.loss, 6),
-            "accuracy": round(means.accuracy, 6),
-            "data_wait_share": round(means.data_wait_share, 4),
-        }
+        measured = {name: round(value, 6) for name, value in means._asdict().items()}
         self.logger.log_metrics({"step": step, "epoch": epoch, **measured, **record})
         seconds_left = round((total_steps - step) * self.schedule.batch_size / max(speed, 0.1))
         self.console.print(

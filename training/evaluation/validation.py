@@ -75,7 +75,8 @@ class Validator:
         best = self._test_best(test, before_batch)
         self.context.heartbeat.beat("end")
         result = {**numbers_of(test), "best": best, "ended": ended, **self._result()}
-        self.logger.save_final(self._weights(), result, self._card() | self.final_files(test))
+        tables = tables_of(test, self.data.classes) if test and self.evaluator.group.is_rank_zero else {}
+        self.logger.save_final(self._weights(), result, self._card() | tables)
         self.logger.event(TrainCompleted(step=progress.step, ended=ended))
         outcome = f"test accuracy {test.accuracy:.2%}" if test else "no test set"
         if test and best and best["step"] != progress.step:
@@ -138,10 +139,6 @@ class Validator:
             return {}
         card = make_card(self.context.config, self.data, self.preprocess, self._made_from)
         return {MODEL_CARD: card.to_json().encode()}
-
-    def final_files(self, test: Evaluation | None) -> dict[str, bytes]:
-        """Return the tables for `final/` by file name, or an empty dict on ranks other than 0."""
-        return {} if test is None or not self.evaluator.group.is_rank_zero else tables_of(test, self.data.classes)
 
 
 def evaluate_and_log(

@@ -19,7 +19,7 @@ from hpc.run.causes import is_device_failure
 from training.runtime.run_context import RankInfo
 
 # A rank that has not answered for this long is taken for dead.
-_TIMEOUT = timedelta(minutes=10)
+TIMEOUT = timedelta(minutes=10)
 # The file exists where NVIDIA's driver is loaded.
 _NVIDIA_DRIVER = Path("/dev/nvidiactl")
 
@@ -133,7 +133,7 @@ def choose_device(rank_info: RankInfo, store: Store, usable: int, problem: str) 
     store.add(f"ranks where {usable} are usable", 1)
     if store.add("seen", 1) == rank_info.world_size:
         store.set("all seen", "")
-    store.wait(["all seen"], _TIMEOUT)
+    store.wait(["all seen"], TIMEOUT)
     where = f"local rank {rank_info.local_rank} on {platform.node()}"
     # Raise this before another use of the store, which is gone once rank 0 has ended.
     if broken:
