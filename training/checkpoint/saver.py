@@ -50,7 +50,7 @@ class Saver(Owner):
     def snapshot_is_due(self, boundaries: int) -> bool:
         """Return whether a snapshot will be due after `boundaries` more steps, when all ranks have agreed on it."""
         # No snapshot while the logger writes the best model: a restore rejects a snapshot whose best model is missing.
-        if self.writer.busy or self._logger.busy:
+        if self.writer.busy or self._logger.best.busy:
             return False
         return self.snapshots.due_after(self._state.progress.step + boundaries) or self.writer.snapshot_is_due
 
@@ -63,7 +63,7 @@ class Saver(Owner):
         images are unreadable than --max-corrupt-images.
         """
         if durable:
-            self._logger.wait()  # the state refers to the best model, which must be written first
+            self._logger.best.wait()  # the state refers to the best model, which must be written first
         began = time.monotonic()
         if copy := self.writer.save(self._state.progress.step, durable=durable):
             self._state.copies.append(copy)
@@ -110,7 +110,7 @@ class Saver(Owner):
 
     def accepts(self, tensors: Mapping[str, Tensor], /) -> bool:
         """Wait for the metrics, to which the state refers. If the loss is not finite, the training has diverged."""
-        self._logger.wait_for_metrics()
+        self._logger.metrics.wait()
         return LOSS not in tensors or math.isfinite(float(tensors[LOSS]))
 
     def publishing(self, step: int) -> None:
@@ -127,8 +127,7 @@ class Saver(Owner):
 
     def warn(self, text: str) -> None:
         """Print a warning of any rank. The logger's console prints on rank 0 only."""
-        console = self._logger.console if self._group.is_rank_zero else Console(enabled=True)
-        console.warn(text)
+        Console(enabled=True).warn(text)
 
     def beat(self) -> None:
         """Show that this rank is alive while it restores a state."""

@@ -41,7 +41,7 @@ from training.models.compiled_code import kept_code
 from training.models.ema import Ema
 from training.models.factory import Preprocess
 from training.models.parallel import place_model
-from training.monitoring.run_logger import Console, JsonLines, RunLogger
+from training.monitoring.run_logger import JsonLines, RunLogger
 from training.runtime.determinism import Numerics
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
@@ -62,10 +62,10 @@ class Trainer:
         config = context.config
         self.config, self.context, self.group, self.data, self.workers = config, context, group, data, workers
         self.heartbeat = context.heartbeat
-        self.console = Console(enabled=group.is_rank_zero)
         model = place_model(model, config, group)
         with group.raise_on_all_ranks():
-            self.logger = RunLogger(context.run_dir, context.attempt, self.console, writes=group.is_rank_zero)
+            self.logger = RunLogger(context.run_dir, context.attempt, writes=group.is_rank_zero)
+        self.console = self.logger.console
         samples = context.run_dir.sample_log(context.attempt, group.rank)
         self.samples = JsonLines(context.run_dir, samples, self.console)
         self.schedule = BatchSchedule(
@@ -101,11 +101,10 @@ class Trainer:
 
     def make_validator(self, preprocess: Preprocess) -> Validator:
         """Return a validator of the averaged model (--ema-decay) if it exists, or of the trained model."""
-        evaluated = replace(preprocess, size=self.config.eval_image_size or preprocess.size)
         evaluator = Evaluator(
             config=self.config,
             model=self.state.ema.model if self.state.ema else self.state.model,
-            preprocess=evaluated,
+            preprocess=replace(preprocess, size=self.config.eval_image_size or preprocess.size),
             group=self.group,
             # An evaluation does not augment, so indexing images in memory is faster than starting workers.
             workers=0 if self.data.in_memory else self.workers,
@@ -113,7 +112,6 @@ class Trainer:
         return Validator(
             context=self.context,
             evaluator=evaluator,
-            preprocess=evaluated,
             data=self.data,
             state=self.state,
             corrupt_images=self.corrupt_images.indices,
@@ -304,8 +302,8 @@ class Trainer:
         self.save()
         self.heartbeat.beat("end")
         self.saver.finish()
-        self.logger.wait_for_metrics()
-        self.logger.wait()
+        self.logger.metrics.wait()
+        self.logger.best.wait()
         step = self.state.progress.step
         seconds = round(time.monotonic() - requested_at, 3)
         self.logger.event(TrainStopped(step=step, signal=request.name, seconds=seconds))

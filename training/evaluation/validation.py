@@ -19,7 +19,6 @@ from training.data.loader import ImageSource
 from training.evaluation.evaluator import Evaluation, Evaluator
 from training.evaluation.final_files import classes_csv, confusion_csv, made_from
 from training.inference.model_card import make_card
-from training.models.factory import Preprocess
 from training.models.parallel import full_state_dict
 from training.monitoring.run_logger import RunLogger
 from training.runtime.run_context import RunContext
@@ -37,8 +36,6 @@ class Validator:
 
     context: RunContext
     evaluator: Evaluator
-    preprocess: Preprocess
-    """Function that turns images into the model's inputs."""
     data: Data
     state: TrainState
     corrupt_images: Sequence[int]
@@ -112,7 +109,7 @@ class Validator:
 
     def _result(self) -> dict[str, Any]:
         """Return the content of `result.json` without the results of the test."""
-        config, progress, preprocess = self.context.config, self.state.progress, self.preprocess
+        config, progress, preprocess = self.context.config, self.state.progress, self.evaluator.preprocess
         size = {"channels": preprocess.channels, "size": preprocess.size}
         return {
             "step": progress.step,
@@ -137,7 +134,7 @@ class Validator:
         """Return the content of `model.json` by its name, or an empty dict on ranks other than 0."""
         if not self.evaluator.group.is_rank_zero:
             return {}
-        card = make_card(self.context.config, self.data, self.preprocess, self._made_from)
+        card = make_card(self.context.config, self.data, self.evaluator.preprocess, self._made_from)
         return {MODEL_CARD: card.to_json().encode()}
 
 
