@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.trainings import Starter, Training, events, final, lines, losses, same
+from support.trainings import Ask, Starter, Training, events, final, lines, losses, same
 from torch import Tensor
 from torch.optim import AdamW
 from torchrelay.checkpoint_files import STATE_VALUES, describe_file, list_checkpoints, step_of
@@ -241,10 +241,10 @@ def test_a_node_that_cannot_receive_copies_does_not_hinder_the_others(start: Sta
 # --- what it does not do ---
 
 
-def test_a_profile_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["profile", "--data=x", "--strategy=fsdp"])
-    assert profile() == 2
-    assert capsys.readouterr().err.startswith("error: --strategy is fsdp, ")
+def test_a_profile_is_refused(ask: Ask) -> None:
+    code, _, said = ask("--data=x", "--strategy=fsdp", program=profile)
+    assert code == 2
+    assert said.startswith("error: --strategy is fsdp, ")
 
 
 def test_the_layers_of_a_transformer_are_gathered_one_at_a_time_and_as_a_whole() -> None:
