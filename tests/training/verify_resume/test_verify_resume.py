@@ -14,8 +14,7 @@ from torchrelay.checkpoint_files import list_checkpoints
 from hpc.run.rundir import RunDir
 from training.config.train_config import TrainConfig
 from training.models.factory import build_model
-from training.runtime.fault_injection import POINTS
-from training.verify_resume.__main__ import draw_faults, main, verify
+from training.verify_resume.__main__ import CUTS, draw_faults, main, verify
 from training.verify_resume.compare import compare_runs
 from training.verify_resume.local_launch import start_ranks, wait_for_ranks
 
@@ -107,11 +106,11 @@ def test_a_rank_is_not_waited_for_that_waits_for_a_failed_one(idx_data: Path, tm
 
 def test_cuts_are_at_every_kind_of_point_and_at_the_same_ones_again(idx_data: Path) -> None:
     config = TrainConfig(data=str(idx_data), seed=3, epochs=5)
-    faults = draw_faults(config, 4, 8, 100)
-    assert sorted(fault.point for fault in faults) == sorted(POINTS * 2)
+    faults = draw_faults(config, 4, 8, 100, tuple(CUTS))
+    assert sorted(fault.point for fault in faults) == sorted([*CUTS, *CUTS])
     assert all(1 <= fault.step <= 98 and 0 <= fault.rank < 4 for fault in faults)
-    assert faults == draw_faults(config, 4, 8, 100)
-    assert faults != draw_faults(replace(config, seed=4), 4, 8, 100)
+    assert faults == draw_faults(config, 4, 8, 100, tuple(CUTS))
+    assert faults != draw_faults(replace(config, seed=4), 4, 8, 100, tuple(CUTS))
 
 
 def test_a_verification_that_could_not_make_its_cuts_proves_nothing(
