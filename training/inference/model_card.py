@@ -17,8 +17,6 @@ from training.config.train_config import Interpolation, TrainConfig
 from training.data.dataset import Data
 from training.models.factory import Preprocess
 
-FORMAT = 1
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCard:
@@ -51,7 +49,7 @@ class ModelCard:
 
     def to_json(self) -> str:
         """Return the content of `model.json`."""
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
+        return json.dumps({"format": 1, **asdict(self)}, indent=2) + "\n"
 
     def config(self) -> TrainConfig:
         """Return the flags that build the model."""

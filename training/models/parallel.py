@@ -15,6 +15,7 @@ from torchrelay.saving.tensor_files import is_sharded
 
 from training.config.train_config import TrainConfig
 from training.models.blocks import checkpoint_activations
+from training.models.factory import first_line
 from training.runtime.compat import BatchNorm, configure_compiler, is_compiler_error
 from training.runtime.process_group import ProcessGroup, SharedError
 
@@ -133,6 +134,4 @@ def compile_training(model: nn.Module, cores: int, *, repeatable: bool = True) -
 
 def compiler_error(error: RuntimeError) -> str:
     """Return the first line of a compiler's error, or an empty text for other errors."""
-    if not is_compiler_error(error):
-        return ""
-    return next((line for line in str(error).splitlines() if line.strip()), repr(error))
+    return first_line(error) if is_compiler_error(error) else ""

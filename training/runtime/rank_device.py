@@ -45,14 +45,11 @@ def device_name(device: torch.device) -> str:
 def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Return the CPU's model, such as `XEON(R) 8592+, family 6, model 207`, or its architecture, such as `aarch64`."""
     try:
-        first = cpuinfo.read_text().partition("\n\n")[0]
-    except OSError:
-        first = ""
-    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
-    try:
+        lines = cpuinfo.read_text().partition("\n\n")[0].splitlines()
+        fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
         # A virtual machine may hide the name, but not the numbers by which libraries choose their kernels.
         return f"{fields['model name']}, family {fields['cpu family']}, model {fields['model']}"
-    except KeyError:
+    except (OSError, KeyError):
         return platform.machine()
 
 
