@@ -142,7 +142,7 @@ def rows_of(case: Case, count: int) -> list[Row]:
         trainer.resume()
         steps, state = trainer.steps(), trainer.state
         classifier = times_of("classifier", lambda: next(steps), by_classifier(trainer), count)
-        auto = parse_interval("snapshot_every", "auto").seconds or 0.0
+        auto = parse_interval("snapshot_every", "auto")["seconds"]
         every = round(max(auto, trainer.saver.writer.cost_seconds / AUTO_OVERHEAD), 1)
         trainer.saver.clear()
         writer = script_writer(state.model, state.optimizer, group, Path(memory) / "script")

@@ -18,13 +18,13 @@ from rich.console import Console
 from rich.table import Table
 
 from hpc.base import program
-from hpc.base.errors import TorchrelayError, UserError
+from hpc.base.errors import UserError
 from hpc.run.rundir import RunDir
 from training.config.command_line import TrainFlags, parse_flags
 from training.data.batch_schedule import BatchRequest
 from training.data.dataset import ImageDataset
 from training.data.image_folder import FolderImages
-from training.data.loader import Batch, load_batches, load_device_batches, to_device
+from training.data.loader import Batch, load_batches, load_device_batches
 from training.engine.launch import make_trainer
 from training.engine.trainer import Trainer
 from training.models.parallel import postpone_reduction
@@ -93,21 +93,12 @@ class ProfileOptions(TrainFlags):
 
 def main() -> int:
     """Run the program, and return its exit code. All ranks raise a UserError, and rank 0 prints it."""
-    rank_info = rank_info_from(os.environ)
     try:
-        options = parse_flags(ProfileOptions, sys.argv[1:], program.called("training.profile"))
-        if options.train.strategy == "fsdp":
-            raise UserError("--strategy is fsdp, whose communication cannot be measured alone: leave --strategy out")
-        if not options.seconds > 0:
-            raise UserError(f"--seconds is {options.seconds:g}: use more than 0")
-        profile(options)
-    except TorchrelayError as error:
-        if rank_info.is_rank_zero or not isinstance(error, UserError):
-            words = sys.argv if rank_info.is_rank_zero else ()
-            program.print_error(str(error), error.exit_code, "error", words)
+        profile(parse_flags(ProfileOptions, sys.argv[1:], program.called("training.profile")))
+    except UserError as error:
+        if rank_info_from(os.environ).is_rank_zero:
+            raise
         return error.exit_code
-    except KeyboardInterrupt:
-        return program.INTERRUPTED
     return 0
 
 
@@ -116,6 +107,10 @@ def profile(options: ProfileOptions) -> None:
 
     Raises UserError if a flag or the data is wrong, or TorchrelayError if the training failed.
     """
+    if options.train.strategy == "fsdp":
+        raise UserError("--strategy is fsdp, whose communication cannot be measured alone: leave --strategy out")
+    if not options.seconds > 0:
+        raise UserError(f"--seconds is {options.seconds:g}: use more than 0")
     config = replace(options.train, epochs=_EPOCHS, initial_image_size=None)
     configure(config)
     group = connect(rank_info_from(os.environ))
@@ -161,8 +156,8 @@ class Meter:
         with load_batches(source, self._requests(), workers, pin_memory=pin_memory) as batches:
             loading = self._milliseconds(lambda: next(batches))
             batch = next(batches)
-        copy = self._milliseconds(lambda: self._on_device(batch)) if device != batch.images.device else None
-        ready = self._on_device(batch)
+        copy = self._milliseconds(lambda: batch.to(device)) if device != batch.images.device else None
+        ready = batch.to(device)
         synchronised = self._milliseconds(lambda: self._step(ready)) if self.group.world_size > 1 else None
         with postpone_reduction(trainer.stepper.wrapped):
             compute = self._milliseconds(lambda: self._step(ready))
@@ -188,10 +183,6 @@ class Meter:
 
     def _requests(self) -> Iterator[BatchRequest]:
         return self.trainer.schedule.requests(0, 0, self.group.rank, self.group.world_size)
-
-    def _on_device(self, batch: Batch) -> Batch:
-        device = self.group.device
-        return batch._replace(images=to_device(batch.images, device), labels=to_device(batch.labels, device))
 
     def _step(self, batch: Batch) -> None:
         self.trainer.stepper.step(batch, self.trainer.loss_meter)
@@ -264,4 +255,4 @@ def _print_table(result: dict[str, Any], ranks: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program.run(main, words=sys.argv if rank_info_from(os.environ).is_rank_zero else ()))

@@ -17,7 +17,7 @@ from hpc.base.errors import TorchrelayError, UserError
 from hpc.run.events.kinds import CheckpointSaved, Problem, SnapshotOff
 from training.checkpoint.snapshot import missing_results
 from training.checkpoint.state import LOSS, TrainState
-from training.config.rules import Interval, parse_interval
+from training.config.rules import parse_interval
 from training.monitoring.run_logger import Console, RunLogger
 from training.runtime.process_group import ProcessGroup, SharedError
 from training.runtime.run_context import RunContext
@@ -33,14 +33,13 @@ class Saver(Owner):
         config, node = context.config, context.node_dir
         self._context, self._state, self._group, self._logger = context, state, group, logger
         self._snapshot_directory = node.snapshots if node else None
-        snapshots = parse_interval("snapshot_every", config.snapshot_every) if node else Interval()
-        self.checkpoints = SaveTimes(**vars(parse_interval("checkpoint_every", config.checkpoint_every)))
-        self.snapshots = SaveTimes(**vars(snapshots))
+        self.checkpoints = SaveTimes(**parse_interval("checkpoint_every", config.checkpoint_every))
+        self.snapshots = SaveTimes(**(parse_interval("snapshot_every", config.snapshot_every) if node else {}))
         # CUDA gives each new thread the node's first GPU, on which every rank would then take memory.
         choose_device = partial(torch.cuda.set_device, group.device) if group.device.type == "cuda" else None
         self.writer = StateWriter(
             peers=group, objects=state.objects, checkpoints=context.run_dir.checkpoints,
-            snapshots=self._snapshot_directory if snapshots.steps or snapshots.seconds else None,
+            snapshots=self._snapshot_directory if self.snapshots.steps or self.snapshots.seconds else None,
             keep=config.keep_checkpoints, owner=self, attempt=context.attempt, extra={"identity": state.identity},
             checkpoint_times=self.checkpoints, snapshot_times=self.snapshots, prepare_thread=choose_device,
         )  # fmt: skip
@@ -50,7 +49,7 @@ class Saver(Owner):
     def snapshot_is_due(self, boundaries: int) -> bool:
         """Return whether a snapshot will be due after `boundaries` more steps, when all ranks have agreed on it."""
         # No snapshot while the logger writes the best model: a restore rejects a snapshot whose best model is missing.
-        if self.writer.busy or self._logger.busy:
+        if self.writer.busy or self._logger.best.busy:
             return False
         return self.snapshots.due_after(self._state.progress.step + boundaries) or self.writer.snapshot_is_due
 
@@ -63,7 +62,7 @@ class Saver(Owner):
         images are unreadable than --max-corrupt-images.
         """
         if durable:
-            self._logger.wait()  # the state refers to the best model, which must be written first
+            self._logger.best.wait()  # the state refers to the best model, which must be written first
         began = time.monotonic()
         if copy := self.writer.save(self._state.progress.step, durable=durable):
             self._state.copies.append(copy)
@@ -110,7 +109,7 @@ class Saver(Owner):
 
     def accepts(self, tensors: Mapping[str, Tensor], /) -> bool:
         """Wait for the metrics, to which the state refers. If the loss is not finite, the training has diverged."""
-        self._logger.wait_for_metrics()
+        self._logger.metrics.wait()
         return LOSS not in tensors or math.isfinite(float(tensors[LOSS]))
 
     def publishing(self, step: int) -> None:
@@ -123,8 +122,7 @@ class Saver(Owner):
 
     def warn(self, text: str) -> None:
         """Print a warning of any rank. The logger's console prints on rank 0 only."""
-        console = self._logger.console if self._group.is_rank_zero else Console(enabled=True)
-        console.warn(text)
+        Console(enabled=True).warn(text)
 
     def beat(self) -> None:
         """Show that this rank is alive while it restores a state."""

@@ -41,8 +41,6 @@ class TrainState:
     ema: Ema | None
     identity: dict[str, Any]
     """Settings and data on which the state depends. A saved state can be restored only if they are equal."""
-    sharded: bool
-    """Whether each rank holds a shard of every parameter and of its optimizer state (FSDP)."""
     progress: Progress = field(default_factory=Progress)
     _parts: dict[str, Saveable] = field(default_factory=dict, init=False)
     copies: list[DeviceCopy] = field(default_factory=list, init=False)

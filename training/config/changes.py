@@ -23,6 +23,15 @@ IDENTIFYING = (
 ADJUSTABLE = frozenset(field.name for field in fields(Adjustable))
 # `weights` affects only the start of a training. `synthetic` replaces the data, whose fingerprint is in a saved state.
 OF_THE_BEGINNING = frozenset({"weights", "synthetic"})
+# For each way in which a training ends: the flag that limits it (0: no limit), and how to train longer.
+_LIMITS = {
+    None: ("epochs", "to train longer, give more --epochs than it has"),
+    "early_stopping": (
+        "early_stopping_patience",
+        "it stopped early; to train longer, give a larger --early-stopping-patience, or 0",
+    ),
+    "max_hours": ("max_hours", "it reached --max-hours; to train longer, give a larger --max-hours, or 0"),
+}
 
 
 def refuse_on_resume(names: Collection[str], run: str, best: Path) -> None:
@@ -84,21 +93,6 @@ def check_adjusted(before: TrainConfig, after: TrainConfig, begun: Begun, epoch:
             raise UserError(
                 f"--epochs is {after.epochs}, but run {begun.typed} has been in epoch {epoch}: use {epoch} or more"
             )
-    if begun.complete and not _goes_on(before, after, begun.ended):
-        raise UserError(f"run {begun.typed} is complete: {_HOW_TO_GO_ON[begun.ended]}")
-
-
-_HOW_TO_GO_ON = {
-    None: "to train longer, give more --epochs than it has",
-    "early_stopping": "it stopped early; to train longer, give a larger --early-stopping-patience, or 0",
-    "max_hours": "it reached --max-hours; to train longer, give a larger --max-hours, or 0",
-}
-
-
-def _goes_on(before: TrainConfig, after: TrainConfig, ended: str | None) -> bool:
-    """Return whether the new flags add steps to a complete training."""
-    if ended is None:
-        return after.epochs > before.epochs
-    name = "early_stopping_patience" if ended == "early_stopping" else "max_hours"
-    old, new = getattr(before, name), getattr(after, name)
-    return bool(new == 0 or new > old)
+    name, advice = _LIMITS[begun.ended]
+    if begun.complete and 0 < getattr(after, name) <= getattr(before, name):
+        raise UserError(f"run {begun.typed} is complete: {advice}")

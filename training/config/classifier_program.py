@@ -42,17 +42,14 @@ _DATA_WORD = "--data={data}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class _OfSubmission:
+class ClassifierRequest(TrainConfig):
+    """The flags of the image classifier, one by one."""
+
     recipe: RecipeName = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClassifierRequest(_OfSubmission, TrainConfig):
-    """The flags of the image classifier, one by one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClassifierFlags(_OfSubmission, ProgramFlags):
+class ClassifierFlags(ProgramFlags):
     """Flags of the training of the built-in image classifier."""
 
     KIND: ClassVar[str] = "classifier"
@@ -63,6 +60,7 @@ class ClassifierFlags(_OfSubmission, ProgramFlags):
     FIXED: ClassVar[frozenset[str]] = frozenset({"recipe", *IDENTIFYING, *OF_THE_BEGINNING})
     """The fields whose flags only a new training may set."""
 
+    recipe: RecipeName = None
     train: TrainConfig
 
     @classmethod

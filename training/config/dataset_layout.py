@@ -255,7 +255,7 @@ def _folder_layout(path: Path) -> DataLayout:
     classes = class_names(parts["train"] or path)
     if parts["train"] is None and len(classes) == 1:
         around = path / classes[0]  # as in many archives
-        if _is_root(around) or _part(around, _PART_NAMES["train"]):
+        if not holds_image(str(around)) or _has_class_images(around) or _part(around, _PART_NAMES["train"]):
             return check_data(around)
     if not _has_class_images(train):
         raise UserError(f"--data is {path}, but there are no images in class directories below {train}: give {LAYOUTS}")
@@ -276,16 +276,11 @@ def _part(path: Path, names: tuple[str, ...]) -> Path | None:
     parts = [
         directory
         for directory in named
-        if _is_root(directory) and (not holds_image(str(directory)) or not _has_class_images(path))
+        if not holds_image(str(directory)) or (_has_class_images(directory) and not _has_class_images(path))
     ]
     if len(parts) > 1:
         raise UserError(f"--data is {path}, which has {' and '.join(map(str, parts))}: keep only one of them")
     return parts[0] if parts else None
-
-
-def _is_root(directory: Path) -> bool:
-    """Return whether a directory may hold class directories: it has images in some, or no images of its own."""
-    return not holds_image(str(directory)) or _has_class_images(directory)
 
 
 def _has_class_images(root: Path) -> bool:

@@ -12,7 +12,7 @@ import shlex
 from functools import cache
 from pathlib import Path
 
-from hpc.base.errors import UserError, need_package, pip_install
+from hpc.base.errors import UserError, need_package
 from hpc.base.files import expanded, sha256_of
 from hpc.base.text import did_you_mean
 
@@ -49,8 +49,6 @@ def check_model(name: str) -> None:
     # A timm model's name may have a suffix, `.` and the name of pretrained weights.
     if (name.partition(".")[0] if name.startswith(TIMM) else name) in names:
         return
-    if len(names) == len(OWN_MODELS):
-        raise UserError(f"--model is {name!r}, but torchvision is not installed: type {pip_install('torchvision')}")
     hint = did_you_mean(name, names, f"use {SMALL_CNN} or resnet50")
     raise UserError(f"--model is {name!r}, which is not known: {hint}")
 

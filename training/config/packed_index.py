@@ -8,7 +8,8 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+
+from msgspec import convert
 
 from hpc.base.errors import UserError
 from hpc.base.files import write_json
@@ -79,7 +80,7 @@ def read_index(directory: Path) -> PackIndex:
     try:
         content = json.loads(path.read_bytes())
         version, fingerprint = content.pop("version"), content.pop("fingerprint")
-        index = _parse_index(content) if version == VERSION else None
+        index = convert(content, PackIndex) if version == VERSION else None
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): {AGAIN}") from error
     except (ValueError, KeyError, AttributeError, TypeError) as error:
@@ -89,15 +90,6 @@ def read_index(directory: Path) -> PackIndex:
     if index.fingerprint != fingerprint:
         raise UserError(f"{path} is damaged or was edited, because its fingerprint differs: {AGAIN}")
     return index
-
-
-def _parse_index(content: dict[str, Any]) -> PackIndex:
-    parts = []
-    for part in content.pop("parts"):
-        part |= {name: PackedFile(**part[name]) for name in ("pixels", "labels", "names")}
-        part["corrupt"] = tuple(part["corrupt"])
-        parts.append(PackedPart(**part))
-    return PackIndex(classes=tuple(content.pop("classes")), parts=tuple(parts), **content)
 
 
 def check_files(directory: Path, index: PackIndex) -> None:

@@ -6,7 +6,6 @@ Pure; runs on the login node and on every rank. `config` is a TrainConfig, typed
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 from itertools import pairwise
@@ -17,34 +16,21 @@ from hpc.base.text import flag
 from training.config.dataset_layout import NAMED_DATA
 from training.config.model_names import SMALL_CNN, TIMM
 
-
-@dataclass(frozen=True, kw_only=True)
-class Interval:
-    """The interval between saves, in steps or seconds. With neither, nothing is saved.
-
-    The ranks make torchrelay's `SaveTimes` of it. To import that here would delay `hpc submit`.
-    """
-
-    steps: int | None = None
-    seconds: float | None = None
-    max_overhead: float | None = None
-    """Largest share of the time that saving may take. If saving takes more, the interval grows; None for no limit."""
-
-
 _SECONDS_OF_UNIT = {"s": 1, "m": 60, "h": 3600}
 # Half of the 1 % that the help promises, because some costs of a snapshot cannot be measured while it is taken.
 AUTO_OVERHEAD = 0.005
 # For each field: the words that it accepts besides steps and durations.
-INTERVAL_WORDS: dict[str, dict[str, Interval]] = {
+INTERVAL_WORDS: dict[str, dict[str, dict[str, Any]]] = {
     "checkpoint_every": {},
-    "snapshot_every": {"auto": Interval(seconds=0.5, max_overhead=AUTO_OVERHEAD), "off": Interval()},
+    "snapshot_every": {"auto": {"seconds": 0.5, "max_overhead": AUTO_OVERHEAD}, "off": {}},
 }
 
 
-def parse_interval(field: str, text: str) -> Interval:
+def parse_interval(field: str, text: str) -> dict[str, Any]:
     """Parse `500` (steps), a duration such as `30s`, `10m` or `2h`, or a word in INTERVAL_WORDS.
 
-    Raises UserError if the text has another form, or is zero.
+    Returns the arguments of torchrelay's `SaveTimes`, whose import would delay `hpc submit`. Raises UserError if the
+    text has another form, or is zero.
     """
     words = INTERVAL_WORDS[field]
     if text.strip() in words:
@@ -52,9 +38,9 @@ def parse_interval(field: str, text: str) -> Interval:
     if match := re.fullmatch(r"(\d+(?:\.\d+)?)([smh])|(\d+)", text.strip()):
         amount, unit, steps = match.groups()
         if steps and int(steps) > 0:
-            return Interval(steps=int(steps))
+            return {"steps": int(steps)}
         if amount and float(amount) > 0:
-            return Interval(seconds=float(amount) * _SECONDS_OF_UNIT[unit])
+            return {"seconds": float(amount) * _SECONDS_OF_UNIT[unit]}
     names = "".join(f"{word}, " for word in words)
     raise UserError(f"{flag(field)} is {text!r}: use {names}steps such as 500, or a duration such as 30s, 10m or 2h")
 

@@ -173,15 +173,11 @@ class SyntheticImages:
         return f"generated image {index}"
 
 
-ImageStore = FolderImages | PackedImages
-"""A source of images by index."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class ImageDataset:
     """Images of a store. The next readable image replaces a corrupt one, in the same way on every rank."""
 
-    store: ImageStore
+    store: FolderImages | PackedImages
     labels: Tensor
     """Labels, int64 [n]."""
     size: int

@@ -29,7 +29,6 @@ from training.config.dataset_layout import (
 # Two changes within one tick of a file system's clock get the same time, and some clocks tick in seconds. So an index
 # is cached only if its directories have been unchanged for more than a tick.
 _TICK_NS = 2 * 10**9
-_PARTS = "train", "val", "test"  # fields of DataLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +114,7 @@ def deserialize(content: bytes) -> FileIndex:
     """Return the index from which `serialize` made `content`."""
     with np.load(io.BytesIO(content), allow_pickle=False) as file:
         arrays = dict(file)
-    present = (name for name in _PARTS if f"{name} names" in arrays)
+    present = [name.removesuffix(" names") for name in arrays if name.endswith(" names")]
     return FileIndex(
         classes=tuple(name.decode() for name in arrays["classes"].tolist()),
         parts={name: SplitIndex(names=arrays[f"{name} names"], labels=arrays[f"{name} labels"]) for name in present},

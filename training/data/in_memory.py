@@ -17,7 +17,6 @@ from torch import Tensor
 from hpc.base.errors import UserError
 from training.config.dataset_layout import CIFAR, DIGITS_FILE, IDX_STEMS, Kind, check_data, find_data, find_idx
 
-_ROLES = ("images", "labels")
 # The function of numpy that pickled arrays call. Its name is private.
 _RECONSTRUCT = np.empty(0).__reduce__()[0]
 # Fashion-MNIST (Xiao, Rasul and Vollgraf, 2017) is recognized by the CRC of its training labels: the format has no
@@ -39,9 +38,14 @@ def keep_data() -> None:
         return
     layout = check_data(find_data(Path(argument.removeprefix("--data="))))
     if layout.kind == "idx":
-        places = {"train": layout.train, **({"test": layout.test} if layout.test else {})}
-        files = [find_idx(place, IDX_STEMS[f"{part}_{role}"]) for part, place in places.items() for role in _ROLES]
-        _kept.update({path: read_idx(path) for path in files if path})
+        parts = ("train", "test") if layout.test else ("train",)
+        _kept.update({path: read_idx(path) for part in parts for path in _files(layout.path, part)})
+
+
+def _files(directory: Path, part: str) -> list[Path]:
+    """Return the IDX files of the images and the labels of a part, `train` or `test`."""
+    stems = (IDX_STEMS[f"{part}_{role}"] for role in ("images", "labels"))
+    return [find_idx(directory, stem) or directory / stem for stem in stems]
 
 
 def read_idx(path: Path) -> Tensor:
@@ -73,13 +77,7 @@ def read_idx_pair(directory: Path, part: str) -> tuple[Tensor, Tensor]:
 
     Raises UserError if a file is missing or damaged, or the two files do not belong together.
     """
-    files = []
-    for role in _ROLES:
-        stem = IDX_STEMS[f"{part}_{role}"]
-        path = find_idx(directory, stem)
-        if path is None:
-            raise UserError(f"{directory / stem} (or .gz) does not exist: copy the data again")
-        files.append(path)
+    files = _files(directory, part)
     images, labels = map(read_idx, files)
     if images.dim() == 3:
         images = images.unsqueeze(1)
@@ -174,9 +172,6 @@ def _images_and_labels(path: Path, label_key: str, classes: int) -> tuple[np.nda
 def _read_pickle(path: Path) -> dict[Any, Any]:
     try:
         with path.open("rb") as file:
-            content = _ArraysOnly(file, encoding="latin1").load()
+            return dict(_ArraysOnly(file, encoding="latin1").load())
     except Exception as error:  # unpickling a damaged file may raise any error
         raise UserError(f"{path} cannot be read ({error}): copy the data again") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} holds no dictionary: copy the data again")
-    return content

@@ -4,7 +4,6 @@ Runs on every rank. A data set is indexed with a `BatchRequest`, so that one cal
 rank or in a loader worker. Data sets have no random state of their own.
 """
 
-import contextlib
 import ctypes
 import gc
 import multiprocessing
@@ -31,13 +30,12 @@ from training.runtime.compat import stop_workers
 
 
 def release_freed_memory() -> None:
-    """Return freed memory to the kernel before a fork. Do nothing if the C library is not glibc.
+    """Return freed memory to the kernel before a fork.
 
     Otherwise, when the rank uses this memory again after the fork, the kernel copies it, and the worker keeps the old
     pages.
     """
-    with contextlib.suppress(AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 class Batch(NamedTuple):
@@ -51,6 +49,10 @@ class Batch(NamedTuple):
     """Indices of the requested images in the data set, int64 [n], without repetition numbers."""
     corrupt: Tensor
     """Distinct indices of unreadable images, int64 [k]. Other images take their places in the batch."""
+
+    def to(self, device: torch.device) -> "Batch":
+        """Return the batch with images and labels on the device. The host does not wait for the copies."""
+        return self._replace(images=to_device(self.images, device), labels=to_device(self.labels, device))
 
 
 class ImageSource(Protocol):
@@ -216,6 +218,4 @@ def prefetch_to_device(batches: Iterator[Batch], device: torch.device) -> Iterat
 def _begin_copy(batches: Iterator[Batch], device: torch.device, side: torch.cuda.Stream) -> Batch | None:
     with torch.cuda.stream(side):
         batch = next(batches, None)
-        if batch is None:
-            return None
-        return batch._replace(images=to_device(batch.images, device), labels=to_device(batch.labels, device))
+        return None if batch is None else batch.to(device)

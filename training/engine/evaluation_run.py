@@ -30,7 +30,7 @@ from training.evaluation.validation import evaluate_and_log, numbers_of, tables_
 from training.inference.model_card import ModelCard, read_card
 from training.models.factory import Preprocess, build_model, first_line, per_channel
 from training.models.parallel import load_full_state_dict, place_model
-from training.monitoring.run_logger import Console, RunLogger
+from training.monitoring.run_logger import RunLogger
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
 from training.runtime.train_progress import Progress
@@ -49,9 +49,8 @@ class EvaluationRun:
         model.
         """
         self._context, self._group, self._task = context, group, task
-        console = Console(enabled=group.is_rank_zero)
         with group.raise_on_all_ranks():
-            self.logger = RunLogger(context.run_dir, context.attempt, console, writes=group.is_rank_zero)
+            self.logger = RunLogger(context.run_dir, context.attempt, writes=group.is_rank_zero)
         self._card, config, model, preprocess = load_model(context.run_dir.model, context.config, group)
         context.heartbeat.beat("start")
         self._split, data = open_data(context, group, task, self._card)
@@ -151,7 +150,7 @@ def load_model(
     model = place_model(model, built, group)
     with group.raise_on_all_ranks():
         try:
-            load_full_state_dict(model, weights.items(), sharded=built.strategy == "fsdp")
+            load_full_state_dict(model, weights.items())
         except RuntimeError as error:
             raise UserError(f"the weights in {directory} are not those of {card.model}: {first_line(error)}") from error
     preprocess = Preprocess(

@@ -9,6 +9,7 @@ from torch import nn
 from hpc.base.kernel import MOST_FREED_BYTES, keep_freed_memory
 from hpc.run.events.kinds import Preflight, Software
 from training.config.dataset_layout import check_data, resolve_data
+from training.config.model_names import OWN_MODELS, TIMM
 from training.config.rules import check_device, check_validation
 from training.config.train_config import check_world, needs_compiler
 from training.data.build import load_data, move_to_device, synthetic_data
@@ -16,7 +17,7 @@ from training.engine.evaluation_run import EvaluationRun
 from training.engine.preflight import run_preflight
 from training.engine.shared_data import check_same, loader_workers, shared_file_index, user_paths
 from training.engine.trainer import Trainer
-from training.models.factory import Preprocess, build_model, input_channels, input_size, normalization, per_channel
+from training.models.factory import Preprocess, build_model, input_size, per_channel, timm_settings
 from training.runtime.determinism import configure, configure_attention
 from training.runtime.process_group import ProcessGroup, connect, disconnect
 from training.runtime.run_context import RankInfo, RunContext
@@ -74,10 +75,11 @@ def make_trainer(context: RunContext, group: ProcessGroup) -> Trainer:
     with group.raise_on_all_ranks():
         side = input_size(config, None)
         data = load_data(config, layout, side, file_index) if layout else synthetic_data(config, side)
-        if layout and not data.in_memory and (statistics := normalization(config.model)):
-            data = replace(data, mean=statistics[0], std=statistics[1])
+        if layout and not data.in_memory and config.model.startswith(TIMM):
+            settings = timm_settings(config.model)
+            data = replace(data, mean=tuple(settings.mean), std=tuple(settings.std))
         size = input_size(config, data.size if data.in_memory else None)
-        channels = input_channels(config, data.channels)
+        channels = data.channels if config.model in OWN_MODELS else 3
         model = build_model(config, classes=len(data.classes), channels=channels, size=size)
         configure_attention(model)
         data = move_to_device(config, data, group.device)

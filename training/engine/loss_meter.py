@@ -90,15 +90,15 @@ class LossMeter:
         self._waited = 0.0
         self._earlier_seconds = 0.0
 
-    def begin_step(self) -> None:
-        """Start the clock at the first step: the start of the process is not training time."""
+    def begin_step(self, waited_seconds: float) -> None:
+        """Add the seconds for which this rank has waited for a batch. The first step only starts the clock.
+
+        The start of the process is not training time.
+        """
         if self._started is None:
             self._started = time.monotonic()
-
-    def add_wait(self, seconds: float) -> None:
-        """Add the seconds that this rank has waited for a batch, unless the clock has not started yet."""
-        if self._started is not None:
-            self._waited += seconds
+        else:
+            self._waited += waited_seconds
 
     def add(self, loss: Tensor, correct: Tensor) -> None:
         """Add a micro-batch: the sum (float32) of its losses, and the number of images predicted correctly."""

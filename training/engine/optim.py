@@ -1,8 +1,6 @@
 """Makes the optimizer, and computes the learning rate of each step. Runs on every rank."""
 
 import math
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +19,8 @@ _BETA2 = 0.999  # torch's default, of Adam and AdamW
 _POSITION_MLP = "cpb_mlp"
 
 
-def _sgd(groups: Groups, config: TrainConfig, settings: dict[str, Any]) -> Optimizer:
+def make_sgd(groups: Groups, config: TrainConfig, settings: dict[str, Any]) -> Optimizer:
+    """Make SGD for groups of parameters, with `settings` of all optimizers."""
     # torch refuses Nesterov momentum without momentum.
     nesterov = config.nesterov and config.momentum > 0
     optimizer = SGD(groups, momentum=config.momentum, nesterov=nesterov, **settings)
@@ -31,18 +30,6 @@ def _sgd(groups: Groups, config: TrainConfig, settings: dict[str, Any]) -> Optim
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
-
-
-def _adam(kind: type[Adam], groups: Groups, config: TrainConfig, settings: dict[str, Any]) -> Optimizer:
-    return kind(groups, betas=(config.momentum, _BETA2), **settings)
-
-
-# Keys are the names in `training.config.train_config.Optimizer`.
-OPTIMIZERS: dict[str, Callable[[Groups, TrainConfig, dict[str, Any]], Optimizer]] = {
-    "sgd": _sgd,
-    "adamw": partial(_adam, AdamW),
-    "adam": partial(_adam, Adam),
-}
 
 
 def make_optimizer(config: TrainConfig, model: nn.Module) -> Optimizer:
@@ -66,7 +53,10 @@ def make_optimizer(config: TrainConfig, model: nn.Module) -> Optimizer:
     fusible = config.optimizer != "sgd" or config.strategy == "ddp"
     if fusible and all(parameter.device.type == "cuda" for parameter in trained.values()):
         settings["fused"] = True
-    return OPTIMIZERS[config.optimizer](ordered, config, settings)
+    if config.optimizer == "sgd":
+        return make_sgd(ordered, config, settings)
+    kind = AdamW if config.optimizer == "adamw" else Adam
+    return kind(ordered, betas=(config.momentum, _BETA2), **settings)
 
 
 def decayed_names(model: nn.Module) -> set[str]:
@@ -111,39 +101,25 @@ def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
 _THRESHOLD = 1e-4
 
 
-class LrSchedule:
-    """The learning rates of a training, a pure function of its flags and the saved `Progress`."""
-
-    def __init__(self, config: TrainConfig, steps_per_epoch: int) -> None:
-        self._scheduler = config.lr_scheduler
-        self._highest = highest_learning_rate(config)
-        self._lowest_share = config.min_lr / self._highest
-        self._steps_per_epoch = steps_per_epoch
-        self._total_steps = steps_per_epoch * config.epochs
-        self._warmup_steps = min(round(config.warmup_epochs * steps_per_epoch), self._total_steps)
-        self._step_epochs = parse_step_epochs(config.lr_step_epochs)
-        self._gamma = config.lr_gamma
-
-    def rate(self, progress: Progress) -> float:
-        """Return the next step's learning rate, after a linear warm-up."""
-        highest = self._highest * progress.lr_factor
-        if progress.step < self._warmup_steps:
-            return highest * (progress.step + 1) / self._warmup_steps
-        return highest * self._share(progress.step)
-
-    def _share(self, step: int) -> float:
-        """Return the learning rate after `step` steps as a share of the highest one."""
-        match self._scheduler:
-            case "cosine":  # Loshchilov and Hutter, "SGDR" (2017), without restarts
-                done = (step - self._warmup_steps) / max(1, self._total_steps - self._warmup_steps)
-                return self._lowest_share + (1.0 - self._lowest_share) * 0.5 * (1 + math.cos(math.pi * done))
-            case "step":
-                epoch = step // self._steps_per_epoch
-                every, *more = self._step_epochs
-                drops = sum(epoch >= drop for drop in self._step_epochs) if more else epoch // every
-                return self._gamma**drops
-            case "plateau" | "constant":  # `follow_plateau` lowers the learning rate through Progress.lr_factor
-                return 1.0
+def learning_rate(config: TrainConfig, steps_per_epoch: int, progress: Progress) -> float:
+    """Return the next step's learning rate, after a linear warm-up: a pure function of the flags and the progress."""
+    unlowered = highest_learning_rate(config)
+    highest = unlowered * progress.lr_factor
+    step, total_steps = progress.step, steps_per_epoch * config.epochs
+    warmup_steps = min(round(config.warmup_epochs * steps_per_epoch), total_steps)
+    if step < warmup_steps:
+        return highest * (step + 1) / warmup_steps
+    match config.lr_scheduler:
+        case "cosine":  # Loshchilov and Hutter, "SGDR" (2017), without restarts
+            done = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+            lowest_share = config.min_lr / unlowered
+            return highest * (lowest_share + (1.0 - lowest_share) * 0.5 * (1 + math.cos(math.pi * done)))
+        case "step":
+            epoch, step_epochs = step // steps_per_epoch, parse_step_epochs(config.lr_step_epochs)
+            drops = sum(epoch >= drop for drop in step_epochs) if len(step_epochs) > 1 else epoch // step_epochs[0]
+            return highest * config.lr_gamma**drops
+        case "plateau" | "constant":  # `follow_plateau` lowers the learning rate through Progress.lr_factor
+            return highest
 
 
 def follow_plateau(config: TrainConfig, progress: Progress, val_loss: float) -> None:

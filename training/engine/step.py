@@ -15,7 +15,7 @@ from training.data.loader import Batch
 from training.data.transforms.mixup import Mixup, draw_mix, mix_images, mix_labels
 from training.engine.loss import Loss
 from training.engine.loss_meter import LossMeter
-from training.engine.optim import LrSchedule, set_learning_rate
+from training.engine.optim import learning_rate, set_learning_rate
 from training.models.factory import Preprocess, autocast, set_train_mode
 from training.models.parallel import compiler_error, postpone_reduction, wrap_for_training
 from training.runtime.counter_rng import Purpose, derive_key
@@ -46,7 +46,6 @@ class Stepper:
         self.fault = context.fault
         self.heartbeat = context.heartbeat
         self.size = preprocess.size
-        self.lr_schedule = LrSchedule(context.config, schedule.steps_per_epoch)
         self.wrapped = wrap_for_training(state.model, self.config, group)
         self.unrepeatable: list[str] = []
         """Names of the model's operations that have no deterministic kernel on this device; `warm_up` finds them."""
@@ -104,12 +103,11 @@ class Stepper:
         """
         config, state, progress = self.config, self.state, self.state.progress
         optimizer, scaler = state.optimizer, state.scaler
-        loss_meter.begin_step()
         seed_generators(self.group.device, derive_key(config.seed, Purpose.STEP, progress.step, self.group.rank))
         # Set the mode only after an evaluation: to visit all modules takes half a millisecond.
         if not state.model.training:
             set_train_mode(state.model)
-        set_learning_rate(optimizer, self.lr_schedule.rate(progress))
+        set_learning_rate(optimizer, learning_rate(config, self.schedule.steps_per_epoch, progress))
         size = size_in_epoch(config, self.size, progress.epoch)
         if size != self.preprocess.size:
             self.preprocess = replace(self.preprocess, size=size)

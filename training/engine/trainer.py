@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.amp import GradScaler
 from torchrelay.stop_consensus import StepFlags, StopConsensus, StopRequested
 from torchrelay.stop_signals import signals
 
@@ -38,9 +39,9 @@ from training.evaluation.evaluator import Evaluator
 from training.evaluation.validation import Validator
 from training.models.compiled_code import kept_code
 from training.models.ema import Ema
-from training.models.factory import Preprocess, make_scaler
+from training.models.factory import Preprocess
 from training.models.parallel import place_model
-from training.monitoring.run_logger import Console, JsonLines, RunLogger
+from training.monitoring.run_logger import JsonLines, RunLogger
 from training.runtime.determinism import Numerics
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
@@ -61,10 +62,10 @@ class Trainer:
         config = context.config
         self.config, self.context, self.group, self.data, self.workers = config, context, group, data, workers
         self.heartbeat = context.heartbeat
-        self.console = Console(enabled=group.is_rank_zero)
         model = place_model(model, config, group)
         with group.raise_on_all_ranks():
-            self.logger = RunLogger(context.run_dir, context.attempt, self.console, writes=group.is_rank_zero)
+            self.logger = RunLogger(context.run_dir, context.attempt, writes=group.is_rank_zero)
+        self.console = self.logger.console
         samples = context.run_dir.sample_log(context.attempt, group.rank)
         self.samples = JsonLines(context.run_dir, samples, self.console)
         self.schedule = BatchSchedule(
@@ -75,10 +76,10 @@ class Trainer:
         self.state = TrainState(
             model=model,
             optimizer=make_optimizer(config, model),
-            scaler=make_scaler(config, group.device),
+            # It keeps float16 gradients from vanishing.
+            scaler=GradScaler(group.device.type, enabled=config.amp == "fp16"),
             ema=Ema(model, config.ema_decay) if config.ema_decay else None,
             identity=identity(config, data),
-            sharded=config.strategy == "fsdp",
         )
         # Any other object that must survive an interruption registers here too.
         self.loss_meter = self.state.register("loss_meter", LossMeter(group))
@@ -100,11 +101,10 @@ class Trainer:
 
     def make_validator(self, preprocess: Preprocess) -> Validator:
         """Return a validator of the averaged model (--ema-decay) if it exists, or of the trained model."""
-        evaluated = replace(preprocess, size=self.config.eval_image_size or preprocess.size)
         evaluator = Evaluator(
             config=self.config,
             model=self.state.ema.model if self.state.ema else self.state.model,
-            preprocess=evaluated,
+            preprocess=replace(preprocess, size=self.config.eval_image_size or preprocess.size),
             group=self.group,
             # An evaluation does not augment, so indexing images in memory is faster than starting workers.
             workers=0 if self.data.in_memory else self.workers,
@@ -112,7 +112,6 @@ class Trainer:
         return Validator(
             context=self.context,
             evaluator=evaluator,
-            preprocess=evaluated,
             data=self.data,
             state=self.state,
             corrupt_images=self.corrupt_images.indices,
@@ -224,7 +223,7 @@ class Trainer:
                 self.context.fault.inject("boundary", progress.step + 1, group.rank)
                 if self.config.log_samples:
                     self.samples.append({"step": progress.step + 1, "indices": batch.indices.tolist()})
-                self.loss_meter.add_wait(self.step_timer.loading_seconds)
+                self.loss_meter.begin_step(self.step_timer.loading_seconds)
                 self.corrupt_images.add(batch.corrupt.tolist())
                 self.stepper.step(batch, self.loss_meter)
                 # Check the last logged loss while the device computes this step.
@@ -303,8 +302,8 @@ class Trainer:
         self.save()
         self.heartbeat.beat("end")
         self.saver.finish()
-        self.logger.wait_for_metrics()
-        self.logger.wait()
+        self.logger.metrics.wait()
+        self.logger.best.wait()
         step = self.state.progress.step
         seconds = round(time.monotonic() - requested_at, 3)
         self.logger.event(TrainStopped(step=step, signal=request.name, seconds=seconds))
@@ -336,11 +335,7 @@ class Trainer:
         step, total_steps = totals.step, self.schedule.total_steps
         speed = record["images_per_second"]
         epoch = (step - 1) // self.schedule.steps_per_epoch + 1
-        measured = {
-            "loss": round(means.loss, 6),
-            "accuracy": round(means.accuracy, 6),
-            "data_wait_share": round(means.data_wait_share, 4),
-        }
+        measured = {name: round(value, 6) for name, value in means._asdict().items()}
         self.logger.log_metrics({"step": step, "epoch": epoch, **measured, **record})
         seconds_left = round((total_steps - step) * self.schedule.batch_size / max(speed, 0.1))
         self.console.print(

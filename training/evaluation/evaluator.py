@@ -15,7 +15,7 @@ from torch.nn import functional
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import evaluation_requests
 from training.data.loader import ImageSource, load_device_batches
-from training.models.factory import autocast
+from training.models.factory import Preprocess, autocast
 from training.models.parallel import load_full_state_dict
 from training.runtime.process_group import ProcessGroup
 
@@ -64,8 +64,7 @@ class Evaluator:
 
     config: TrainConfig
     model: nn.Module
-    preprocess: Callable[[Tensor], Tensor]
-    """Function that turns the images of a batch (uint8 [n, c, h, w]) into the model's inputs."""
+    preprocess: Preprocess
     group: ProcessGroup
     workers: int
 
@@ -120,11 +119,11 @@ class Evaluator:
     ) -> Evaluation:
         """Load other weights, tensor by tensor, evaluate the model with them, and restore its own weights."""
         own = {name: value.clone() for name, value in self.model.state_dict().items()}
-        load_full_state_dict(self.model, weights, sharded=self.config.strategy == "fsdp")
+        load_full_state_dict(self.model, weights)
         try:
             return self.evaluate(source, before_batch)
         finally:
-            load_full_state_dict(self.model, own.items(), sharded=False)
+            load_full_state_dict(self.model, own.items())
 
     @torch.inference_mode()
     def _evaluate_batch(self, images: Tensor, labels: Tensor, top5_correct: Tensor) -> tuple[Tensor, Tensor]:

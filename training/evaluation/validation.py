@@ -19,7 +19,6 @@ from training.data.loader import ImageSource
 from training.evaluation.evaluator import Evaluation, Evaluator
 from training.evaluation.final_files import classes_csv, confusion_csv, made_from
 from training.inference.model_card import make_card
-from training.models.factory import Preprocess
 from training.models.parallel import full_state_dict
 from training.monitoring.run_logger import RunLogger
 from training.runtime.run_context import RunContext
@@ -37,8 +36,6 @@ class Validator:
 
     context: RunContext
     evaluator: Evaluator
-    preprocess: Preprocess
-    """Function that turns images into the model's inputs."""
     data: Data
     state: TrainState
     corrupt_images: Sequence[int]
@@ -75,7 +72,8 @@ class Validator:
         best = self._test_best(test, before_batch)
         self.context.heartbeat.beat("end")
         result = {**numbers_of(test), "best": best, "ended": ended, **self._result()}
-        self.logger.save_final(self._weights(), result, self._card() | self.final_files(test))
+        tables = tables_of(test, self.data.classes) if test and self.evaluator.group.is_rank_zero else {}
+        self.logger.save_final(self._weights(), result, self._card() | tables)
         self.logger.event(TrainCompleted(step=progress.step, ended=ended))
         outcome = f"test accuracy {test.accuracy:.2%}" if test else "no test set"
         if test and best and best["step"] != progress.step:
@@ -105,13 +103,13 @@ class Validator:
 
     def _weights(self) -> dict[str, Tensor]:
         """Return a copy of the weights on rank 0's CPU, and an empty dict on other ranks. All ranks must call this."""
-        tensors = full_state_dict(self.evaluator.model, self.evaluator.group, sharded=self.state.sharded)
+        tensors = full_state_dict(self.evaluator.model, self.evaluator.group)
         # safetensors writes contiguous tensors only.
         return {name: value.to("cpu", copy=True).contiguous() for name, value in tensors}
 
     def _result(self) -> dict[str, Any]:
         """Return the content of `result.json` without the results of the test."""
-        config, progress, preprocess = self.context.config, self.state.progress, self.preprocess
+        config, progress, preprocess = self.context.config, self.state.progress, self.evaluator.preprocess
         size = {"channels": preprocess.channels, "size": preprocess.size}
         return {
             "step": progress.step,
@@ -136,12 +134,8 @@ class Validator:
         """Return the content of `model.json` by its name, or an empty dict on ranks other than 0."""
         if not self.evaluator.group.is_rank_zero:
             return {}
-        card = make_card(self.context.config, self.data, self.preprocess, self._made_from)
+        card = make_card(self.context.config, self.data, self.evaluator.preprocess, self._made_from)
         return {MODEL_CARD: card.to_json().encode()}
-
-    def final_files(self, test: Evaluation | None) -> dict[str, bytes]:
-        """Return the tables for `final/` by file name, or an empty dict on ranks other than 0."""
-        return {} if test is None or not self.evaluator.group.is_rank_zero else tables_of(test, self.data.classes)
 
 
 def evaluate_and_log(

@@ -68,7 +68,7 @@ def load_classifier(directory: Path) -> Classifier:
     try:
         card = read_card((directory / MODEL_CARD).read_text(encoding="utf-8"), str(directory / MODEL_CARD))
         model = build_model(card.config(), classes=len(card.classes), channels=card.channels, size=card.size)
-        load_full_state_dict(model, load_file(path).items(), sharded=False)
+        load_full_state_dict(model, load_file(path).items())
     except (OSError, SafetensorError, RuntimeError) as error:
         raise UserError(f"{path} cannot be loaded ({first_line(error)}): copy all of {directory} again") from error
     return Classifier(model, card).eval()

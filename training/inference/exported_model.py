@@ -27,8 +27,6 @@ Classify = Callable[[Tensor], Tensor]
 """Function from images (uint8 [n, channels, height, width]) to probabilities (float32 [n, classes]), on the CPU."""
 
 _METADATA = "torchrelay"
-# The limit of protobuf.
-_MAX_ONNX_BYTES = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +34,6 @@ class Format:
     """A file format of exported models."""
 
     suffix: str
-    about: str
     serialize: Callable[[Classifier], bytes]
     """Function that returns the content of a file. It may raise any error of the exporter."""
     load: Callable[[bytes], tuple[str, Classify]]
@@ -86,8 +83,6 @@ def _serialize_onnx(classifier: Classifier) -> bytes:
     assert program is not None  # noqa: S101  # only the older exporter returns None
     model: Any = program.model_proto
     model.metadata_props.add(key=_METADATA, value=classifier.card.to_json())
-    if (size := model.ByteSize()) > _MAX_ONNX_BYTES:
-        raise ValueError(f"it has {size / 1e9:.1f} GB, more than the 2 GB of an ONNX file")
     return bytes(model.SerializeToString())
 
 
@@ -104,13 +99,11 @@ def _load_onnx(content: bytes) -> tuple[str, Classify]:
 FORMATS = {
     "torch": Format(
         suffix=".pt2",
-        about="a torch.export program, which needs torch but not this package",
         serialize=_serialize_torch,
         load=_load_torch,
     ),
     "onnx": Format(
         suffix=".onnx",
-        about="for ONNX Runtime and other ONNX tools",
         serialize=_serialize_onnx,
         load=_load_onnx,
         packages=("onnx", "onnxscript", "onnxruntime"),

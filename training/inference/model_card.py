@@ -6,16 +6,16 @@ export` and `hpc predict` read it anywhere.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
+
+import msgspec
 
 from hpc.base.errors import UserError
 from training.config.rules import parse_crop_pct
 from training.config.train_config import Interpolation, TrainConfig
 from training.data.dataset import Data
 from training.models.factory import Preprocess
-
-FORMAT = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class ModelCard:
 
     def to_json(self) -> str:
         """Return the content of `model.json`."""
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
+        return json.dumps({"format": 1, **asdict(self)}, indent=2) + "\n"
 
     def config(self) -> TrainConfig:
         """Return the flags that build the model."""
@@ -80,9 +80,6 @@ def make_card(config: TrainConfig, data: Data, preprocess: Preprocess, made_from
 def read_card(text: str, source: str) -> ModelCard:
     """Return the card in `text`. Raises UserError, which names `source`, if it is damaged or of another version."""
     try:
-        content = json.loads(text)
-        values = {field.name: content[field.name] for field in fields(ModelCard) if field.name in content}
-        tuples = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-        return ModelCard(**(values | tuples))
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{source} is damaged or of another version ({error!r}): export or train again") from error
+        return msgspec.json.decode(text, type=ModelCard)
+    except msgspec.MsgspecError as error:
+        raise UserError(f"{source} is damaged or of another version ({error}): export or train again") from error

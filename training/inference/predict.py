@@ -149,24 +149,20 @@ def load(model: str) -> tuple[ModelCard, Classify]:
 
 def _read(card: ModelCard, path: Path) -> Tensor | str:
     """Return the image (uint8 [*card.image_shape]), prepared as in evaluations, or why it cannot be read."""
+    channels, height, width = card.image_shape
+    crop = CenterCrop(size=(height, width), crop_pct=card.crop_pct, interpolation=card.interpolation)
     try:
         content = path.read_bytes()
+        if channels == 3:
+            image = decode_image(content, crop)
+        else:
+            gray = with_image(content, lambda file: np.array(as_rgb(file).convert("L")))
+            image = None if gray is None else crop.of(torch.from_numpy(gray)[..., None])
     except OSError as error:
         return error.strerror or str(error)
-    try:
-        image = _decoded(card, content)
     except UserError as error:
         return str(error)
     return "it is not an image, or it is damaged" if image is None else image
-
-
-def _decoded(card: ModelCard, content: bytes) -> Tensor | None:
-    channels, height, width = card.image_shape
-    crop = CenterCrop(size=(height, width), crop_pct=card.crop_pct, interpolation=card.interpolation)
-    if channels == 1:
-        gray = with_image(content, lambda file: np.array(as_rgb(file).convert("L")))
-        return None if gray is None else crop.of(torch.from_numpy(gray)[..., None])
-    return decode_image(content, crop)
 
 
 def _most_likely(probabilities: Tensor, classes: Sequence[str], top: int) -> list[tuple[tuple[str, float], ...]]:

@@ -4,7 +4,7 @@ Recomputation: Chen, Xu, Zhang and Guestrin, "Training deep nets with sublinear 
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -35,13 +35,12 @@ def _is_worth_it(block: nn.Module) -> bool:
 def _recomputed(block: nn.Module) -> Callable[..., Any]:
     forward = block.forward
 
-    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _keep_statistics(block)
-
     def call(*inputs: Any, **named: Any) -> Any:
         if not (block.training and torch.is_grad_enabled()):
             return forward(*inputs, **named)
-        return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts, **named)
+        return checkpoint(
+            forward, *inputs, use_reentrant=False, context_fn=lambda: (nullcontext(), _keep_statistics(block)), **named
+        )
 
     return call
 

@@ -3,7 +3,7 @@
 import copy
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from training.runtime.compat import average_each, copy_each
 
@@ -19,19 +19,15 @@ class Ema:
         self.model = copy.deepcopy(model).eval().requires_grad_(requires_grad=False)
         self._decay = decay
         # Collect parameters and batch statistics once, since that takes a millisecond.
-        averages, values = ([*whose.parameters(), *whose.buffers()] for whose in (self.model, model))
-        pairs = list(zip(averages, (value.detach() for value in values), strict=True))
-        self._averaged = [pair for pair in pairs if pair[0].is_floating_point()]
-        self._copied = [pair for pair in pairs if not pair[0].is_floating_point()]
+        both = [[value.detach() for value in (*each.parameters(), *each.buffers())] for each in (self.model, model)]
+        self._averaged = [[value for value in values if value.is_floating_point()] for values in both]
+        self._copied = [[value for value in values if not value.is_floating_point()] for values in both]
 
     def update(self, step: int) -> None:
         """Add the model after `step` steps to the average. Early updates weigh more, to forget the random weights."""
         weight = 1 - min(self._decay, (1 + step) / (10 + step))
+        (averages, values), (copies, counts) = self._averaged, self._copied
         with torch.no_grad():
-            average_each(*_unzip(self._averaged), weight)
-            if self._copied:
-                copy_each(*_unzip(self._copied))
-
-
-def _unzip(pairs: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
-    return [average for average, _ in pairs], [value for _, value in pairs]
+            average_each(averages, values, weight)
+            if copies:
+                copy_each(copies, counts)

@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.amp import GradScaler
 from torch.nn import functional
 
 from hpc.base.errors import UserError, need_package
@@ -101,19 +100,6 @@ def input_size(config: TrainConfig, native: int | None) -> int:
     return 299 if config.model == "inception_v3" else 224
 
 
-def input_channels(config: TrainConfig, native: int) -> int:
-    """Return how many channels the model takes: as many as the data (`native`) for our own models, or else three."""
-    return native if config.model in OWN_MODELS else 3
-
-
-def normalization(model: str) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
-    """Return the mean and standard deviation for normalizing a timm model's inputs; None for other models."""
-    if not model.startswith(TIMM):
-        return None
-    settings = timm_settings(model)
-    return tuple(settings.mean), tuple(settings.std)
-
-
 def build_model(config: TrainConfig, *, classes: int, channels: int, size: int) -> nn.Module:
     """Return a model with random weights from the seed, and a frozen backbone if the flags ask for it.
 
@@ -168,12 +154,9 @@ def timm_settings(model: str) -> Any:
     need_package("timm", "timm", f"--model {model}")
     timm = importlib.import_module("timm")
     try:
-        settings = timm.get_pretrained_cfg(model.removeprefix(TIMM))
+        return timm.get_pretrained_cfg(model.removeprefix(TIMM), allow_unregistered=False)
     except RuntimeError as error:
         raise UserError(f"--model is {model!r}, which timm does not have ({error}): use another") from error
-    if settings is None:
-        raise UserError(f"--model is {model!r}, for which timm has no settings: use another")
-    return settings
 
 
 def _construct_timm(model: str, classes: int, size: int) -> nn.Module:
@@ -306,8 +289,3 @@ def autocast(config: TrainConfig, device: torch.device) -> torch.autocast:
     """Return the context of `--amp`. It does nothing with FSDP, which has its own mixed precision."""
     dtype = _DTYPES[config.amp] if config.strategy == "ddp" else None
     return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
-
-
-def make_scaler(config: TrainConfig, device: torch.device) -> GradScaler:
-    """Return a loss scaler, which keeps float16 gradients from vanishing. It does nothing without `--amp fp16`."""
-    return GradScaler(device.type, enabled=config.amp == "fp16")

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from training.config.train_config import TrainConfig
 from training.models.blocks import is_row, row_members
@@ -83,18 +82,3 @@ class FsdpModel:
             yield
         finally:
             self._last_part = True
-
-
-def gather_tensors(model: nn.Module, *, is_rank_zero: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and full tensors of a model, on rank 0 only. All ranks must exhaust the iterator."""
-    for name, value in model.state_dict().items():
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        if is_rank_zero:
-            yield name, whole
-
-
-def shard_like(own: Tensor, value: Tensor) -> Tensor:
-    """Return this rank's shard of `value`, sharded like `own`. Every rank has the full `value`, so nothing is sent."""
-    if not isinstance(own, DTensor):
-        return value
-    return distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=None)

@@ -3,7 +3,7 @@
 Neither DDP, the compiler nor FSDP changes the names of the model's tensors or its evaluations.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
+from torchrelay.saving.tensor_files import is_sharded
 
 from training.config.train_config import TrainConfig
 from training.models.blocks import checkpoint_activations
+from training.models.factory import first_line
 from training.runtime.compat import BatchNorm, configure_compiler, is_compiler_error
 from training.runtime.process_group import ProcessGroup, SharedError
 
@@ -79,19 +81,16 @@ def postpone_reduction(wrapped: "DistributedDataParallel | FsdpModel | nn.Module
     return wrapped.no_sync()
 
 
-def full_state_dict(model: nn.Module, group: ProcessGroup, *, sharded: bool) -> Iterable[tuple[str, Tensor]]:
-    """Return the names and full tensors of a model, on rank 0 only. All ranks must exhaust the iterable."""
-    if not sharded:
-        return model.state_dict().items() if group.is_rank_zero else ()
-    from training.models.fsdp import gather_tensors  # noqa: PLC0415  # takes a second
-
-    return gather_tensors(model, is_rank_zero=group.is_rank_zero)
+def full_state_dict(model: nn.Module, group: ProcessGroup) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and full tensors of a model, on rank 0 only. All ranks must exhaust the iterator."""
+    for name, value in model.state_dict().items():
+        whole = value.full_tensor() if is_sharded(value) else value
+        if group.is_rank_zero:
+            yield name, whole
 
 
 @torch.no_grad()
-def load_full_state_dict(
-    model: nn.Module, tensors: Iterable[tuple[str, Tensor]], *, sharded: bool, strict: bool = True
-) -> None:
+def load_full_state_dict(model: nn.Module, tensors: Iterable[tuple[str, Tensor]], *, strict: bool = True) -> None:
     """Load full tensors, which every rank must have, into a model. Unless `strict`, some may be missing.
 
     This replaces `nn.Module.load_state_dict`, which fails for torchvision's MNASNet because files lack its version.
@@ -103,11 +102,13 @@ def load_full_state_dict(
     for name, value in tensors:
         if name not in own or own[name].shape != value.shape:
             raise RuntimeError(f"the model has no {name} of shape {list(value.shape)}")
-        if sharded:
-            from training.models.fsdp import shard_like  # noqa: PLC0415  # takes a second
+        target = own[name]
+        if is_sharded(target):
+            from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415  # takes a second
 
-            value = shard_like(own[name], value)  # noqa: PLW2901
-        own[name].copy_(value)
+            # Every rank has the full value, so nothing is sent.
+            value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)  # noqa: PLW2901
+        target.copy_(value)
         missing.discard(name)
     if strict and missing:
         raise RuntimeError(f"{len(missing)} tensors of the model are missing, such as {min(missing)}")
@@ -133,6 +134,4 @@ def compile_training(model: nn.Module, cores: int, *, repeatable: bool = True) -
 
 def compiler_error(error: RuntimeError) -> str:
     """Return the first line of a compiler's error, or an empty text for other errors."""
-    if not is_compiler_error(error):
-        return ""
-    return next((line for line in str(error).splitlines() if line.strip()), repr(error))
+    return first_line(error) if is_compiler_error(error) else ""

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class Console:
-    """Prints lines if it is enabled; the trainer enables it on rank 0."""
+    """Prints lines if it is enabled; `RunLogger` enables it on rank 0."""
 
     def __init__(self, *, enabled: bool) -> None:
         self._enabled = enabled
@@ -110,14 +110,17 @@ class RunLogger:
         SucceededError: a later attempt has begun. Methods that write metrics or models raise it, too.
     """
 
-    def __init__(self, run_dir: RunDir, attempt: int, console: Console, *, writes: bool) -> None:
+    def __init__(self, run_dir: RunDir, attempt: int, *, writes: bool) -> None:
         self._run_dir, self._attempt, self._writes = run_dir, attempt, writes
-        self.console = console
-        self._best, self._metrics = BackgroundWriter(), BackgroundWriter()
+        self.console = Console(enabled=writes)
+        self.best = BackgroundWriter()
+        """Writes `best/`."""
+        self.metrics = BackgroundWriter()
+        """Writes metrics. Any thread may wait for it."""
         self._unpublished: tuple[Weights, dict[str, Any], Files] | None = None
         self._ledger = EventWriter(run_dir.events / f"{attempt_prefix(attempt)}trainer.jsonl", attempt)
-        self._train = JsonLines(run_dir, run_dir.train_metrics, console, self.check_is_newest)
-        self._evaluations = JsonLines(run_dir, run_dir.eval_metrics, console, self.check_is_newest)
+        self._train = JsonLines(run_dir, run_dir.train_metrics, self.console, self.check_is_newest)
+        self._evaluations = JsonLines(run_dir, run_dir.eval_metrics, self.console, self.check_is_newest)
         self._tensorboard: SummaryWriter | None = None
         self._tensorboard_works = True
         self._first_step = 1
@@ -163,11 +166,7 @@ class RunLogger:
         `log` may wait for the device and for a slow disk.
         """
         if self._writes:
-            self._metrics.enqueue(log)
-
-    def wait_for_metrics(self) -> None:
-        """Wait until all metrics are written. Any thread may call this."""
-        self._metrics.wait()
+            self.metrics.enqueue(log)
 
     def log_metrics(self, record: Record) -> None:
         """Write the metrics of a step or, if `record` has a `split`, of an evaluation. Call this within `log_later`."""
@@ -212,7 +211,7 @@ class RunLogger:
         The weights must not change meanwhile. `files` are the contents of other files, by name.
         """
         if self._writes:
-            self._best.submit(partial(self._publish_best, weights, result, files))
+            self.best.submit(partial(self._publish_best, weights, result, files))
 
     def _publish_best(self, weights: Weights, result: dict[str, Any], files: Files) -> None:
         self._unpublished = None
@@ -227,7 +226,7 @@ class RunLogger:
         """Return the weights and the result in `best/`, or None if they cannot be read or on ranks other than 0."""
         if not self._writes:
             return None
-        self.wait()
+        self.best.wait()
         if self._unpublished:
             return self._unpublished[:2]
         try:
@@ -249,8 +248,8 @@ class RunLogger:
         if not self._writes:
             return
         # A complete run has all its metrics.
-        self.wait_for_metrics()
-        self.wait()
+        self.metrics.wait()
+        self.best.wait()
         try:
             write = partial(_write_model, weights, result, files)
             publish_directory(self._run_dir.final, write, check=self.check_is_newest)
@@ -260,19 +259,10 @@ class RunLogger:
                 f"{self._run_dir.final} cannot be written ({error}): free some space and start the run again"
             ) from error
 
-    @property
-    def busy(self) -> bool:
-        """Whether `best/` is being written."""
-        return self._best.busy
-
-    def wait(self) -> None:
-        """Wait until `best/` is written."""
-        self._best.wait()
-
     def close(self) -> None:
         """Wait for all writes, and write `best/` again if its last write failed."""
-        self.wait_for_metrics()
-        self.wait()
+        self.metrics.wait()
+        self.best.wait()
         if self._unpublished:
             self._publish_best(*self._unpublished)
 

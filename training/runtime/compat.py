@@ -17,9 +17,9 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # torch 2.11, 2.
 __all__ = ["BatchNorm"]
 
 
-def copy_each(into: list[Tensor], values: list[Tensor], *, non_blocking: bool = False) -> None:
+def copy_each(into: list[Tensor], values: list[Tensor]) -> None:
     """Copy many tensors with few kernels, as torch.optim does. Read in torch 2.11 and 2.15."""
-    torch._foreach_copy_(into, values, non_blocking=non_blocking)
+    torch._foreach_copy_(into, values)
 
 
 def average_each(averages: list[Tensor], values: list[Tensor], weight: float) -> None:

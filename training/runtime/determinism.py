@@ -53,15 +53,10 @@ def configure_attention(model: nn.Module) -> None:
     If torch only warned, it would use a backward pass of fused attention that adds in any order
     (torch.nn.attention.SDPBackend).
     """
-    if torch.are_deterministic_algorithms_enabled() and uses_fused_attention(model):
+    # Modules of timm that use fused attention say so.
+    fused = (isinstance(part, nn.MultiheadAttention) or getattr(part, "fused_attn", False) for part in model.modules())
+    if torch.are_deterministic_algorithms_enabled() and any(fused):
         use_deterministic_algorithms(True)
-
-
-def uses_fused_attention(model: nn.Module) -> bool:
-    """Return whether a model has MultiheadAttention, or a module of timm that uses fused attention."""
-    return any(
-        isinstance(part, nn.MultiheadAttention) or getattr(part, "fused_attn", False) for part in model.modules()
-    )
 
 
 @contextmanager
@@ -134,13 +129,6 @@ class Numerics:
             for name in names
             if self.values.get(name) != state_dict.get(name)
         ]
-
-
-def describe_numerics(values: dict[str, Any]) -> str:
-    """Return a short description of values that `Numerics` saved: --deterministic, ranks, device and torch version."""
-    ranks, device = values["ranks"], values["device"]
-    where = f"{ranks} rank{'' if ranks == 1 else 's'} on {device}"
-    return f"--deterministic {values['deterministic']}, {where}, torch {values['torch']}"
 
 
 def _distinct(values: list[Any]) -> Any:

@@ -24,8 +24,6 @@ _PLACES = {
     "loss": "loss",
     "preflight": "preflight",
 }
-# Faults after which a training can resume.
-POINTS = ("step", "save", "evaluate", "stop")
 
 
 @dataclass(frozen=True, kw_only=True)

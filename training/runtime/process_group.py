@@ -18,11 +18,9 @@ from torchrelay.saving.tensor_files import dtype_named
 
 from hpc.base.errors import UserError
 from hpc.base.kernel import resident_memory_bytes
-from training.runtime.rank_device import device_of_the_node, find_device
+from training.runtime.rank_device import TIMEOUT, device_of_the_node, find_device
 from training.runtime.run_context import RankInfo
 
-# A rank that has not answered for this long is taken for dead.
-_TIMEOUT = timedelta(minutes=10)
 _WATCHED_TIMEOUT = timedelta(days=1)
 # Pauses between two tries to reach rank 0's store. They grow, so that many ranks do not flood it.
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.01, 0.25
@@ -42,7 +40,7 @@ class ProcessGroup(RankGroup):
     """time.monotonic() when all ranks had connected."""
     cores: int
     """Number of CPU cores for this rank: its share of the node's cores."""
-    timeout: timedelta = _TIMEOUT
+    timeout: timedelta = TIMEOUT
     """Maximum duration of each wait for other ranks."""
 
     @property
@@ -119,13 +117,13 @@ def connect(rank_info: RankInfo, *, watched: bool = False) -> ProcessGroup:
         UserError: a node with several ranks has MIG instances, or each of several nodes has fewer GPUs than ranks.
         TorchrelayError: another node has too few GPUs.
     """
-    timeout = _WATCHED_TIMEOUT if watched else _TIMEOUT
+    timeout = _WATCHED_TIMEOUT if watched else TIMEOUT
     # A single rank without torchrun has a store in its own memory.
     store: Store = HashStore()
     if "MASTER_ADDR" in os.environ:
         if not rank_info.is_rank_zero:
             _wait_for_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-        store, _, _ = next(rendezvous("env://", timeout=_TIMEOUT))
+        store, _, _ = next(rendezvous("env://", timeout=TIMEOUT))
     device = find_device(rank_info, store)
     gpu = device if device.type == "cuda" else None
     if gpu:
@@ -144,7 +142,7 @@ def connect(rank_info: RankInfo, *, watched: bool = False) -> ProcessGroup:
 
 def _wait_for_store(address: str, port: int) -> None:
     """Wait until rank 0 listens, with pauses shorter than the 0.4 s and more of torch's client (seen in torch 2.15)."""
-    deadline = time.monotonic() + _TIMEOUT.total_seconds()
+    deadline = time.monotonic() + TIMEOUT.total_seconds()
     pause = _FIRST_PAUSE_SECONDS
     while time.monotonic() < deadline:
         try:

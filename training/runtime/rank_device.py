@@ -19,7 +19,7 @@ from hpc.run.causes import is_device_failure
 from training.runtime.run_context import RankInfo
 
 # A rank that has not answered for this long is taken for dead.
-_TIMEOUT = timedelta(minutes=10)
+TIMEOUT = timedelta(minutes=10)
 # The file exists where NVIDIA's driver is loaded.
 _NVIDIA_DRIVER = Path("/dev/nvidiactl")
 
@@ -45,14 +45,11 @@ def device_name(device: torch.device) -> str:
 def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Return the CPU's model, such as `XEON(R) 8592+, family 6, model 207`, or its architecture, such as `aarch64`."""
     try:
-        first = cpuinfo.read_text().partition("\n\n")[0]
-    except OSError:
-        first = ""
-    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
-    try:
+        lines = cpuinfo.read_text().partition("\n\n")[0].splitlines()
+        fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
         # A virtual machine may hide the name, but not the numbers by which libraries choose their kernels.
         return f"{fields['model name']}, family {fields['cpu family']}, model {fields['model']}"
-    except KeyError:
+    except (OSError, KeyError):
         return platform.machine()
 
 
@@ -133,7 +130,7 @@ def choose_device(rank_info: RankInfo, store: Store, usable: int, problem: str) 
     store.add(f"ranks where {usable} are usable", 1)
     if store.add("seen", 1) == rank_info.world_size:
         store.set("all seen", "")
-    store.wait(["all seen"], _TIMEOUT)
+    store.wait(["all seen"], TIMEOUT)
     where = f"local rank {rank_info.local_rank} on {platform.node()}"
     # Raise this before another use of the store, which is gone once rank 0 has ended.
     if broken:

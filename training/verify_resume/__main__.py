@@ -29,12 +29,12 @@ from training.config.command_line import TrainFlags, parse_flags, train_words
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.train_config import TrainConfig, check_world
 from training.runtime.counter_rng import Purpose, derive_key, rand_int
-from training.runtime.determinism import describe_numerics
-from training.runtime.fault_injection import NO_FAULT, POINTS, Fault
+from training.runtime.fault_injection import NO_FAULT, Fault
 from training.verify_resume.compare import ComparedPart, compare_runs
 from training.verify_resume.local_launch import prepare_server, start_ranks, wait_for_ranks
 
-_CUTS = {
+# Faults after which a training can resume.
+CUTS = {
     "step": "SIGKILL during step",
     "save": "SIGKILL during the first save from step",
     "evaluate": "SIGKILL during the first evaluation from step",
@@ -82,18 +82,19 @@ def verify(config: TrainConfig, ranks: int, cuts: int, directory: Path) -> bool:
     prepare_server()
     whole, cut = (RunDir(directory / name) for name in ("uninterrupted", "interrupted"))
     console = Console(soft_wrap=True, highlight=False)
-    console.print(f"training 1 of 2: uninterrupted, {ranks} rank{'' if ranks == 1 else 's'}")
+    number = f"{ranks} rank{'' if ranks == 1 else 's'}"
+    console.print(f"training 1 of 2: uninterrupted, {number}")
     run_attempt(config, whole, 1, ranks, NO_FAULT)
     steps = History.load(whole).of(TrainStarted)[0].total_steps or 0
     console.print(f"training 2 of 2: {cuts} cuts in {steps} steps")
     # Without validation, the only evaluation is the test after the last step.
     validated = any(record["split"] == "val" for record in read_json_lines(whole.eval_metrics))
-    points = [point for point in POINTS if validated or point != "evaluate"]
+    points = [point for point in CUTS if validated or point != "evaluate"]
     for attempt, fault in enumerate(draw_faults(config, ranks, cuts, steps, points), start=1):
         began = time.monotonic()
         if run_attempt(config, cut, attempt, ranks, fault):
             break
-        what = f"rank {fault.rank} of {ranks}, {_CUTS[fault.point]} {fault.step}"
+        what = f"rank {fault.rank} of {ranks}, {CUTS[fault.point]} {fault.step}"
         console.print(f"cut {attempt} of {cuts}: {what}; attempt of {time.monotonic() - began:.0f} s")
     if not cut.final_result.exists():
         run_attempt(config, cut, cuts + 1, ranks, NO_FAULT)
@@ -102,12 +103,13 @@ def verify(config: TrainConfig, ranks: int, cuts: int, directory: Path) -> bool:
     if done < cuts:
         missing = f"only {done} were possible: use more --epochs or fewer --cuts"
         parts.append(ComparedPart(name="cuts", compared=f"{cuts} cuts", difference=missing))
-    values = json.loads((list_checkpoints(cut.checkpoints)[0] / STATE_VALUES).read_bytes())
-    holds_for = f"{describe_numerics(values['objects']['numerics'])}, on one node"
+    numerics = json.loads((list_checkpoints(cut.checkpoints)[0] / STATE_VALUES).read_bytes())["objects"]["numerics"]
+    where = f"{number} on {numerics['device']}, torch {numerics['torch']}, on one node"
+    holds_for = f"--deterministic {config.deterministic}, {where}"
     return report(parts, console, f"bit-identical at step {steps}, after {done} of {cuts} cuts: {holds_for}")
 
 
-def draw_faults(config: TrainConfig, ranks: int, cuts: int, steps: int, points: Sequence[str] = POINTS) -> list[Fault]:
+def draw_faults(config: TrainConfig, ranks: int, cuts: int, steps: int, points: Sequence[str]) -> list[Fault]:
     """Return the cuts in the order in which they happen: random steps and ranks from the seed, and kinds in turn."""
     key = derive_key(config.seed, Purpose.CUT)
     # A stop before the last step has no effect, since the training ends.

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -86,18 +87,11 @@ def _differs(name: str, all_of_one: Mapping[str, Tensor], all_of_other: Mapping[
     one, other = all_of_one.get(name), all_of_other.get(name)
     if one is None or other is None:
         return f"{name} is missing in the {'un' if one is None else ''}interrupted training"
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return f"{name} is {_both(f'{one.dtype} {list(one.shape)}', f'{other.dtype} {list(other.shape)}')}"
-    if torch.equal(one, other):
-        return ""
-    one, other = one.double().flatten(), other.double().flatten()
-    distance = (one - other).abs()
-    different = distance.nonzero().flatten()
-    first = int(different[0])
-    return (
-        f"{name}: {len(different):,} of {len(one):,} values differ, by up to {float(distance.max()):.3g}; "
-        f"the first is {_both(one[first].item(), other[first].item())}"
-    )
+    try:
+        torch.testing.assert_close(other, one, rtol=0, atol=0)
+    except AssertionError as error:
+        return f"{name}: {' '.join(str(error).split())}"
+    return ""
 
 
 def compare_values(name: str, one: list[Any], other: list[Any]) -> ComparedPart:
@@ -105,22 +99,9 @@ def compare_values(name: str, one: list[Any], other: list[Any]) -> ComparedPart:
     compared = f"{len(one)} records" if len(one) != 1 else "1 record"
     if len(one) != len(other):
         return ComparedPart(name=name, compared=compared, difference=f"records: {_both(len(one), len(other))}")
-    pairs = (_first_difference("", left, right) for left, right in zip(one, other, strict=True) if left != right)
-    return ComparedPart(name=name, compared=compared, difference=next(pairs, ""))
-
-
-def _first_difference(path: str, one: Any, other: Any) -> str:
-    """Return the path of the first value that differs between two JSON documents, and its two values."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        children: Iterator[tuple[Any, Any, Any]] = (
-            (key, one.get(key), other.get(key)) for key in sorted(one.keys() | other.keys())
-        )
-    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        children = ((index, *pair) for index, pair in enumerate(zip(one, other, strict=True)))
-    else:
-        return f"{path.removeprefix('.') or 'line'} is {_both(one, other)}"
-    key, left, right = next(child for child in children if child[1] != child[2])
-    return _first_difference(f"{path}.{key}", left, right)
+    lines = (json.dumps(records, indent=1, sort_keys=True).splitlines() for records in (one, other))
+    pairs = (pair for pair in zip_longest(*lines, fillvalue="nothing") if pair[0] != pair[1])
+    return ComparedPart(name=name, compared=compared, difference=next((_both(*pair) for pair in pairs), ""))
 
 
 def _both(one: object, other: object) -> str:

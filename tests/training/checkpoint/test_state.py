@@ -30,13 +30,12 @@ NOT_STATE = {
     "context.attempt",  # the number of this process
     "context.started",  # a clock
     "context.heartbeat",  # what the process is doing
-    "console",
     "logger._attempt",
     "logger._ledger",
     "logger._first_step",  # of this process, for TensorBoard
     "logger._tensorboard",  # an open file
-    "logger._best",  # a thread
-    "logger._metrics",  # a thread, idle
+    "logger.best",  # a thread
+    "logger.metrics",  # a thread, idle
     "totals",  # of the last line of metrics
     "state._parts[loss_meter]._started",  # a clock
     "state._parts[loss_meter]._steps",  # the saved steps were finite

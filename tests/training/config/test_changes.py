@@ -21,11 +21,11 @@ EPOCH = 3
 @pytest.mark.parametrize("scheduler", get_args(LrScheduler))
 @pytest.mark.parametrize("warmup_epochs", [1.0, 6.0])
 def test_epochs_may_change_where_no_learning_rate_so_far_depends_on_them(scheduler: Any, warmup_epochs: float) -> None:
-    from training.engine.optim import LrSchedule
+    from training.engine.optim import learning_rate
 
     before = replace(CONFIG, lr_scheduler=scheduler, warmup_epochs=warmup_epochs)
     after = replace(before, epochs=8)
-    rates = [[LrSchedule(config, 10).rate(Progress(step=step)) for step in range(40)] for config in (before, after)]
+    rates = [[learning_rate(config, 10, Progress(step=step)) for step in range(40)] for config in (before, after)]
     if rates[0] == rates[1]:
         check_adjusted(before, after, BEGUN, EPOCH)
     else:

@@ -17,12 +17,12 @@ from torchvision import models
 
 from training.config.train_config import LrScheduler, Optimizer, TrainConfig
 from training.engine.optim import (
-    OPTIMIZERS,
-    LrSchedule,
     decayed_names,
     follow_plateau,
     layer_scales,
+    learning_rate,
     make_optimizer,
+    make_sgd,
     set_learning_rate,
 )
 from training.runtime.train_progress import Progress
@@ -33,8 +33,7 @@ EPOCH = 10
 def rates(**settings: object) -> list[float]:
     """The learning rates of all steps, with 10 steps an epoch."""
     config = TrainConfig(data="x", **{"lr": 0.4, "epochs": 10, "warmup_epochs": 0, **settings})  # type: ignore[arg-type]
-    schedule = LrSchedule(config, EPOCH)
-    return [schedule.rate(Progress(step=step)) for step in range(EPOCH * config.epochs)]
+    return [learning_rate(config, EPOCH, Progress(step=step)) for step in range(EPOCH * config.epochs)]
 
 
 def rates_of_torch(make: Callable[[optim.Optimizer], lr_scheduler.LRScheduler], steps: int) -> list[float]:
@@ -113,7 +112,7 @@ def test_plateau_is_that_of_torch_also_over_restarts(patience: int, losses: list
         progress = Progress(**json.loads(json.dumps(asdict(progress))))
         follow_plateau(config, progress, loss)
         reference.step(loss)
-        found.append(LrSchedule(config, EPOCH).rate(progress))
+        found.append(learning_rate(config, EPOCH, progress))
         expected.append(optimizer.param_groups[0]["lr"])
     assert found == pytest.approx(expected)
     assert found[-1] < 1
@@ -132,7 +131,7 @@ def test_plateau_does_not_count_the_epochs_of_the_warm_up(warmup: int) -> None:
         follow_plateau(config, progress, float(epoch))
         if epoch > warmup:
             reference.step(float(epoch))
-            found.append(LrSchedule(config, EPOCH).rate(progress))
+            found.append(learning_rate(config, EPOCH, progress))
             expected.append(optimizer.param_groups[0]["lr"])
     assert found == pytest.approx(expected)
     assert found[-1] < found[0] == 1
@@ -287,7 +286,7 @@ def test_momentum_is_zero_after_a_first_step_that_overflowed(monkeypatch: pytest
     try:
         weights = nn.Parameter(torch.ones(3))
         scaler = torch.amp.GradScaler("cpu")
-        sgd = OPTIMIZERS["sgd"]([{"params": [weights]}], TrainConfig(data="x", momentum=0.5), {"lr": 1, "fused": True})
+        sgd = make_sgd([{"params": [weights]}], TrainConfig(data="x", momentum=0.5), {"lr": 1, "fused": True})
         for gradient in (math.inf, 1.0, 1.0):
             sgd.zero_grad()
             scaler.scale(gradient * weights.sum()).backward()

@@ -40,7 +40,11 @@ def test_the_five_most_likely_classes_are_those_of_torch(logits: Tensor, group: 
     labels, index = LABELS % logits.shape[1], torch.arange(400)
     images = torch.stack([index // 256, index % 256], 1).to(torch.uint8)[..., None, None]
     evaluator = Evaluator(
-        config=TrainConfig(data="x"), model=Remembered(logits), preprocess=lambda batch: batch, group=group, workers=0
+        config=TrainConfig(data="x"),
+        model=Remembered(logits),
+        preprocess=lambda batch: batch,  # type: ignore[arg-type]  # the model takes bytes
+        group=group,
+        workers=0,
     )
     source = MemoryImages(images=images, labels=labels, title="the test set")
     most_likely = logits.topk(min(5, logits.shape[1])).indices

@@ -15,6 +15,7 @@ from support.trainings import Starter, lines
 from torchrelay.checkpoint_files import STATE_TENSORS, STATE_VALUES, list_checkpoints
 
 from hpc.base.git import git_revision
+from training.config.train_config import TrainConfig
 from training.data.in_memory import read_idx_pair
 from training.evaluation.evaluator import Evaluation
 from training.evaluation.final_files import classes_csv, confusion_csv
@@ -89,12 +90,12 @@ SHAKY = ("--epochs=6", "--batch-size=20", "--lr=0.05", "--clip-grad-norm=1", "--
 
 def unlearn_in_the_last_epoch() -> None:
     """In a rank: gradient ascent, so that the last model is not the best one."""
-    from training.engine.optim import LrSchedule
+    from training.engine import step
 
-    def rate(_schedule: LrSchedule, progress: Progress) -> float:
+    def learning_rate(_config: TrainConfig, _steps_per_epoch: int, progress: Progress) -> float:
         return 0.05 if progress.epoch < 5 else -0.1
 
-    LrSchedule.rate = rate  # type: ignore[method-assign]
+    step.learning_rate = learning_rate
 
 
 def result_of(directory: Path) -> dict[str, Any]:

@@ -199,7 +199,7 @@ def test_a_mistake_is_reported_in_one_line(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--format=onyx", "--output={there}/m.onnx"], "--format is 'onyx': use one of torch, onnx"),
+        (["--format=onyx", "--output={there}/m.onnx"], "--format is 'onyx': use one of 'torch', 'onnx'"),
         (["--output={there}/m.onnx"], "--output is {there}/m.onnx: use a name that ends with .pt2"),
         (
             ["--output={there}/none/m.pt2"],

@@ -2,12 +2,11 @@
 
 The result depends only on the seed, the epoch and the sample's index, not on the rank, the worker or the batch.
 Crops, mirroring and erasing take numbered draws from an epoch's random streams (`counter_rng`), on the CPU, without
-torchvision. Color jitter and policies are torchvision's and draw from torch's default generator: `_seeded` seeds it
-for each image and restores its state afterwards.
+torchvision. Color jitter and policies are torchvision's and draw from torch's default generator, which is seeded for
+each image and restored afterwards.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -74,24 +73,12 @@ class Augmentation:
             images = torch.where(mirrored[:, None, None, None], images.flip(3), images)
         if self.policy is not None:
             for place, index in enumerate(indices.tolist()):
-                with _seeded(derive_key(self.seed, Purpose.AUGMENTATION, epoch, index)):
+                # torch uses 32 bits of the key, so among many millions of samples, a few get the same changes, in no
+                # pattern. `torch.manual_seed` would also seed the generators of GPUs.
+                with torch.random.fork_rng(devices=[]):
+                    torch.default_generator.manual_seed(derive_key(self.seed, Purpose.AUGMENTATION, epoch, index))
                     images[place] = self.policy(images[place])
         return self.erasing.batch(epoch, indices, images) if self.erasing else images
-
-
-@contextmanager
-def _seeded(key: int) -> Iterator[None]:
-    """Seed torch's CPU generator, and restore its state afterwards. Takes some microseconds.
-
-    `torch.manual_seed` would also seed the generators of GPUs. torch uses 32 bits of the key, so among many millions of
-    samples, a few get the same changes, in no pattern.
-    """
-    before = torch.default_generator.get_state()
-    torch.default_generator.manual_seed(key)
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(before)
 
 
 def _shift(images: Tensor, padding: int, key: int, indices: Tensor) -> Tensor:

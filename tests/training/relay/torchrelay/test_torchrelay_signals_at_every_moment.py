@@ -33,7 +33,7 @@ MOMENTS = {
     "taking a snapshot": "torchrelay.saving.state_writer:StateWriter.save",
     "an evaluation": "training.evaluation.evaluator:Evaluator._evaluate_batch",
     "keeping the best model": "training.monitoring.run_logger:RunLogger.save_best",
-    "the test": "training.evaluation.validation:Validator.final_files",
+    "the test": "training.evaluation.validation:numbers_of",
     "writing the result": "training.monitoring.run_logger:RunLogger.save_final",
     "the end of the writing": "training.monitoring.run_logger:RunLogger.close",
     "leaving the other ranks": "training.engine.launch:disconnect",
