@@ -184,6 +184,11 @@ class Network:
     """Ports that are open between the nodes: 20000-20100. Default: any ports.
     The ranks' own connections (NCCL, gloo) always use ports that the kernel chooses (docs/how-to/clusters.md)."""
 
+    def __post_init__(self) -> None:
+        """Check what can be checked without a node."""
+        if self.interface is not None and not re.fullmatch(r"[^\s/:]{1,15}", self.interface):
+            raise UserError(f"--interface is {self.interface!r}: use the name of one interface, as `ip link` shows it")
+
     @property
     def ports(self) -> range:
         """The ports of `port_range`; an empty range lets the kernel choose."""
