@@ -246,7 +246,7 @@ class _Agent:
             log(str(error))
 
     def _record_joined(self) -> None:
-        """Wait until the first node's agent answers; record how much this node's clock differs."""
+        """Wait until the first node's agent answers, and record that this node has joined."""
         node, channel, allocation = self._node, self._channel, self._node.allocation
         _check_interface(node)
         if isinstance(channel, ControlClient) and not channel.met.wait(_MEET_SECONDS):

@@ -129,7 +129,7 @@ def batches_on_device(count: int) -> Row:
 
 def goals(row: Row) -> list[Goal]:
     """Return the goals of one model."""
-    interval = max(_AUTO.seconds or 0.0, row["snapshot_measured_ms"] / 1000 / (_AUTO.max_overhead or 1.0))
+    interval = max(_AUTO["seconds"], row["snapshot_measured_ms"] / 1000 / _AUTO["max_overhead"])
     share = round(max(0.0, row["snapshot_ms"]) / 1000 / interval, 4)
     checkpoint, name = row["checkpoint_ms"], row["model"]
     return [

@@ -2,9 +2,9 @@
 
 hpc submit --nodes 2 --gpus-per-node 4 --python ENV/bin/python -- examples/lightning/train.py --nodes 2
 
-A preemption or the time limit costs no step. A crash or a lost node costs the steps since the last checkpoint:
-at most half a minute of work. Under torchrun, Lightning takes its ranks from torchrun instead of Slurm, and does not
-requeue the job.
+A preemption or the time limit costs no step. A crash or a lost node costs the steps since the last checkpoint: half a
+minute of work, or more if a save takes longer than 0.3 s. Under torchrun, Lightning takes its ranks from torchrun
+instead of Slurm, and does not requeue the job.
 """
 
 import argparse

@@ -126,6 +126,8 @@ def run_srun(command: Sequence[str]) -> str:
 def first_error(stderr: str) -> str:
     """Return the last line of stderr that names an error or, without one, the last line; empty without lines."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    # After an option that is unknown or lacks its value, the last line that Slurm prints is `Try "..."`.
+    lines = [line for line in lines if not line.startswith('Try "')]
     errors = [line for line in lines if "error" in line.lower() or "unable" in line.lower()]
     return (errors or lines or [""])[-1]
 

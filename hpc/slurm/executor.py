@@ -180,7 +180,10 @@ class SlurmExecutor(SubmititSlurm):
             return parse_estimate(self._excluding(lambda exclude: submission.test(self.script(), exclude)))
         except submission.NotQueuedError as error:
             # With --test-only, sbatch refuses a job that it would otherwise queue until enough nodes are back.
-            if lacks_nodes(str(error)) and in_service < self.spec.job_nodes.fewest:
+            if (
+                "Requested node configuration is not available" in str(error)
+                and in_service < self.spec.job_nodes.fewest
+            ):
                 return None
             raise NotNowError(f"sbatch refused the job: {error}") from error
 

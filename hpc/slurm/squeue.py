@@ -146,6 +146,7 @@ _REASONS = {
     "Dependency": "it depends on another job",
     "DependencyNeverSatisfied": "it will never start: the job that it depends on failed",
     "JobHeldUser": "held by its user: type scontrol release",
+    "JobHeldAdmin": "held by an administrator: ask why",
     "launch failed requeued held": "held after a failed start: type scontrol release",
     "job requeued in held state": "held after a requeue: type scontrol release",
     "ReqNodeNotAvail, Reserved for maintenance": "a maintenance begins before its time limit (see --time-min)",

@@ -16,9 +16,10 @@ from hpc.slurm.squeue import jobs, jobs_by_script
 # Prefixes that add nothing to a sentence that quotes the error.
 _PREFIX = re.compile(r"(sbatch: )?(error: |fatal: )?(Batch job submission failed: |allocation failure: )?")
 _ESTIMATE = re.compile(r"Job \d+ to start at (?P<time>\S+) .*on nodes (?P<nodes>\S+)")
-# The reply of sbatch and, as the only line, the reply of sbatch --parsable.
+# The reply of sbatch and, as the only line, the reply of sbatch --parsable. A site's sbatch may colour them.
 _REPLY = re.compile(r"\bSubmitted batch job (\d+)\b")
 _PARSABLE = re.compile(r"(\d+)(?:;\S+)?")
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
 # 24.11 prints the second error if --nodelist names an excluded node.
 _TOO_FEW_NODES = ("not available", "Invalid node name specified")
 
@@ -137,8 +138,9 @@ class StartEstimate:
 
 def replied_id(printed: str) -> str | None:
     """Return the id of the queued job from the output of sbatch; None if that names no job or several."""
-    alone = _PARSABLE.fullmatch(printed.strip())
-    ids = {alone[1]} if alone else {*_REPLY.findall(printed)}
+    text = _COLOUR.sub("", printed).strip()
+    alone = _PARSABLE.fullmatch(text)
+    ids = {alone[1]} if alone else {*_REPLY.findall(text)}
     return ids.pop() if len(ids) == 1 else None
 
 
@@ -159,7 +161,7 @@ def refusal(printed: str) -> str:
 
 
 def lacks_nodes(refused: str) -> bool:
-    """Return whether sbatch may have refused a job only because too few nodes are in service, or left by --exclude.
+    """Return whether sbatch may have refused a job only because --exclude leaves too few nodes.
 
     With a constraint or a kind of GPU, fewer nodes fit than `bad_nodes.nodes_to_exclude` counted in the partition; and
     --sbatch nodelist may name an excluded node.

@@ -103,11 +103,19 @@ def time_of(line: str) -> float | None:
         return None
 
 
-def offset_of_last(path: Path, text: str, most_bytes: int) -> int | None:
-    """Return the offset of a text's last occurrence in the end of a log; None if the text is not there."""
-    first = max(0, path.stat().st_size - most_bytes)
-    found = _read(path, first, most_bytes).rfind(text.encode())
-    return first + found if found >= 0 else None
+def offset_of_last(path: Path, text: str) -> int | None:
+    """Return the offset of a text's last occurrence in a log; None if the text or the log is missing."""
+    wanted, after = text.encode(), b""
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        return None
+    for offset in range((size - 1) // _BLOCK_BYTES * _BLOCK_BYTES, -1, -_BLOCK_BYTES):
+        block = _read(path, offset)
+        if (found := (block + after).rfind(wanted)) >= 0:
+            return offset + found
+        after = block[: len(wanted)]
+    return None
 
 
 def lines_before(path: Path, offset: int, count: int) -> int:

@@ -45,8 +45,7 @@ def plan(options: SubmitOptions) -> tuple[RunDir, RunSpec]:
     image, python = user_environment.resolve(
         options.container, options.python, resources.setup, on_cluster=cluster == "slurm", found=found
     )
-    # The torch of the user's own environment is unknown until the ranks run.
-    build = None if python or image else user_environment.torch_build(None)
+    build = None if image else user_environment.torch_build(Path(python) if python else None)
     device = resolve_device(options.device, resources.gpus_per_node.count, cluster, build)
     # With --device auto, GPUs that were requested but cannot exist (a testbed, no driver) leave the ranks on CPUs.
     has_gpus = device == "cuda" or (device == "auto" and not resources.gpus_per_node.count)

@@ -140,7 +140,10 @@ class Stager:
     def _read_in_place(self, listing: SourceListing, reason: str) -> Staged:
         """Return the source as the place of the data. Raises TorchrelayError if it is an archive."""
         if listing.is_archive:
-            raise TorchrelayError(f"{reason}: use --stage-dir with a larger disk")
+            raise TorchrelayError(
+                f"{reason}: use another --stage-dir with enough space, or unpack {listing.source} on shared storage "
+                "and use the directory"
+            )
         self._group.report(CacheStatus.UNAVAILABLE, 0)
         return Staged(path=listing.source, in_place=reason)
 

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from msgspec import convert
-
 from hpc.base.errors import UserError
 from hpc.base.files import write_json
 
@@ -77,13 +75,16 @@ def write_index(directory: Path, index: PackIndex) -> None:
 def read_index(directory: Path) -> PackIndex:
     """Read the index. Raises UserError if it is missing, damaged, was edited, or has another version."""
     path = directory / INDEX
+    # A script's ranks import this module, and their Python may lack msgspec.
+    from msgspec import ValidationError, convert  # noqa: PLC0415
+
     try:
         content = json.loads(path.read_bytes())
         version, fingerprint = content.pop("version"), content.pop("fingerprint")
         index = convert(content, PackIndex) if version == VERSION else None
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): {AGAIN}") from error
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, ValidationError) as error:
         raise UserError(f"{path} is damaged, or not an index of packed data: {AGAIN}") from error
     if index is None:
         raise UserError(f"{path} has version {version} instead of {VERSION}: pack the data again (hpc pack SRC DST)")

@@ -80,6 +80,7 @@ def make_card(config: TrainConfig, data: Data, preprocess: Preprocess, made_from
 def read_card(text: str, source: str) -> ModelCard:
     """Return the card in `text`. Raises UserError, which names `source`, if it is damaged or of another version."""
     try:
-        return msgspec.json.decode(text, type=ModelCard)
-    except msgspec.MsgspecError as error:
+        # msgspec's own reader refuses paths that are not UTF-8.
+        return msgspec.convert(json.loads(text), ModelCard)
+    except (ValueError, msgspec.ValidationError) as error:
         raise UserError(f"{source} is damaged or of another version ({error}): export or train again") from error

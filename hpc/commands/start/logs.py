@@ -88,7 +88,7 @@ def reader_for(options: LogsOptions, run: RunDir) -> LogReader:
         "This is the end of its log; --all shows everything"
     )
     reader = LogReader(run, error.rank, error.attempt, _MAX_BYTES)
-    found = offset_of_last(path, error.detail, _MAX_BYTES) if error.detail else None
+    found = offset_of_last(path, error.detail) if error.detail else None
     if found is not None:
         reader.start_at(path, lines_before(path, found, _LINES_BEFORE))
     return reader

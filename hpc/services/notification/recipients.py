@@ -71,6 +71,11 @@ def choose_recipients(names: Sequence[str]) -> dict[str, str]:
     known = read_recipients() if names else {}
     wanted = list(dict.fromkeys(name for given in names for name in (known if given == ALL else (given,))))
     for name in wanted:
+        if ":" in name:
+            raise UserError(
+                "a recipient is a name, not an address: everybody on this machine can read the command line. Write "
+                f"NAME: ADDRESS into {recipients_file()}, and type the name"
+            )
         if name not in known:
             choice = ", ".join(sorted(known))
             raise UserError(f"recipient {name!r} is not in {recipients_file()}: use {choice}, or {ALL}")

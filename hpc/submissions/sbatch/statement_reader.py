@@ -364,6 +364,8 @@ class StatementReader:
         text, parts, parent = _text_of(node), node.children, node.parent
         if node.type == "variable_name" and parent and parent.type.endswith(("_expression", "arithmetic_expansion")):
             return self._values.get(text, text) or "0"
+        if node.type == "regex":  # the parser leaves the patterns of expansions unparsed: ${NAME#$SLURM_SUBMIT_DIR}
+            return re.sub(r"\$\{?(SLURM_\w+)\}?", lambda found: self._values.get(found[1], found[0]), text)
         name = next((_text_of(part) for part in parts if part.type == "variable_name"), "")
         if node.type not in {"simple_expansion", "expansion"} or name not in self._values:
             return _rewritten(node, self._with_values)
@@ -374,6 +376,8 @@ class StatementReader:
             value = " ".join(fields)
         elif not value:
             return before + "".join(map(self._with_values, parts[3:-1]))
+        while parent and parent.type in {"expansion", "concatenation"}:
+            parent = parent.parent
         return before + (value if parent and parent.type == "string" else shlex.quote(value))
 
     def _note(self, line: int, text: str, reason: str) -> None:

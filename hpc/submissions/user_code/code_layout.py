@@ -145,6 +145,8 @@ class CodeLayout:
     """Files and directories that are links to the originals."""
     directories: tuple[str, ...] = ()
     """Directories to make, each after its parent."""
+    crowded: tuple[str, ...] = ()
+    """Directories that are links, although they have files to copy, because they have too many entries."""
 
 
 def exclusion(runs_dir: Path) -> Callable[[os.DirEntry[str]], bool]:
@@ -185,7 +187,7 @@ def lay_out(
     fixed = {"", *made, *parents(made), *parents(written)}
     with_content = {*fixed, *parents(name for name in held if not name.endswith(_PLACEHOLDERS))}
     opened = {*fixed, *parents(held)}
-    links, directories, whole = list[str](), list[str](), list[str]()
+    links, crowded, directories, whole = list[str](), list[str](), list[str](), list[str]()
     for directory in sorted(opened):
         if f"{directory}/".startswith(tuple(whole)):
             continue
@@ -200,6 +202,7 @@ def lay_out(
         if is_whole or len(entries) > _MOST_LINKS:
             whole.append(f"{directory}/")
             links.append(directory)
+            crowded += [] if is_whole else [directory]
             continue
         directories.append(directory)
         for entry in entries:
@@ -208,7 +211,7 @@ def lay_out(
                 links.append(name)
     return CodeLayout(
         copies=tuple(sorted(name for name in copies if not name.startswith(tuple(whole)))), links=tuple(sorted(links)),
-        directories=tuple(directory for directory in directories if directory),
+        directories=tuple(directory for directory in directories if directory), crowded=tuple(crowded),
     )  # fmt: skip
 
 

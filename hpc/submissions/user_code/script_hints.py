@@ -48,8 +48,11 @@ def code_line(code: UserCode) -> list[str]:
 
 
 def warnings_of_code(code: UserCode, *, on_cluster: bool) -> list[str]:
-    """Return warnings about files that are not copied, and about links that the nodes cannot follow."""
-    found = list[str]()
+    """Return warnings about what an edit would change, and about links that the nodes cannot follow."""
+    found = [
+        f"{code.root / name} has too many entries for a copy of the code in it: an edit there changes the run"
+        for name in code.layout.crowded
+    ]
     if code.git_problem:
         advice = f"; type git config --global --add safe.directory {code.top}" if _OWNERSHIP in code.git_problem else ""
         found.append(

@@ -54,6 +54,7 @@ def queued(tmp_path: Path, slurm_command: Command) -> Path:
     "printed",
     [
         f"echo '{BANNER}'; echo 99; echo {REPLY}; echo 'See http://wiki/2026/jobs' >&2",
+        "printf '\\033[32mSubmitted batch job \\033[1m8\\033[0m\\n'",
         "echo 'Submitted batch job 5 (staging of data)'; echo Submitted batch job 8",
         "echo 4000",
         f"echo {REPLY}; exit 1",

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.callbacks import Callback
+from torch import cuda
 
 from .checkpoint_files import find_published, publish, remove_unpublished, unpublished_name
 from .compat import lightning_loader
@@ -27,17 +28,17 @@ from .saving.interval import SaveTimes, check_numbers
 from .saving.values import deserialized, random_states, restore_random, serialized
 from .this_rank import THIS_RANK, check_no_later_attempt
 
-# Largest share of the time for saving. The training waits meanwhile.
-_MAX_OVERHEAD = 0.01
+# The training waits while it saves, which takes at most this share of the time, unless saves are already this rare.
+_MAX_OVERHEAD, _MAX_SECONDS = 0.01, 600.0
 
 
 class RelayCallback(Callback):  # type: ignore[misc]  # Lightning need not be installed
     """Saves Lightning's checkpoint at times and when Slurm stops the job, and then ends the ranks with exit code 0."""
 
     def __init__(self, *, checkpoint_seconds: float = 30.0) -> None:
-        """Save every `checkpoint_seconds`, or so rarely that saving takes at most 1 % of the time.
+        """Save every `checkpoint_seconds`, and a large checkpoint more rarely: a crash costs the steps since then.
 
-        A crash costs the steps since then, a stop of the job none.
+        Saving takes at most 1 % of the time, unless the saves are 10 minutes apart. A stop of the job costs no step.
         """
         check_numbers("RelayCallback", checkpoint_seconds=checkpoint_seconds)
         self._training = LibraryTraining(SaveTimes(seconds=checkpoint_seconds, max_overhead=_MAX_OVERHEAD))
@@ -90,9 +91,11 @@ class RelayCallback(Callback):  # type: ignore[misc]  # Lightning need not be in
             lr = trainer.optimizers[0].param_groups[0]["lr"]
             progress_files.report(self._step, {"epoch": trainer.current_epoch, "lr": lr, **values})
         if self._training.saves_after(self._step) and self._file:
+            if cuda.is_initialized():  # type: ignore[no-untyped-call]
+                cuda.synchronize()  # the rest of the step is no part of what saving costs
             began = time.monotonic()
             self._save(trainer, self._file)
-            self._training.saved(self._step, time.monotonic() - began)
+            self._training.saved(self._step, min(time.monotonic() - began, _MAX_OVERHEAD * _MAX_SECONDS))
         if ranks.stopping:
             exit_after_save(self._step)
 

@@ -46,6 +46,7 @@ def test_file_that_others_can_read_is_refused(home: Path) -> None:
 def test_wrong_name_lists_the_right_ones(home: Path) -> None:
     write_recipients(home, hook="json://host/secret", slack="slack://A/B/C")
     assert refusal("slak").endswith("use hook, slack, or all")
+    assert "a recipient is a name, not an address" in refusal("slack://A/B/C")
 
 
 @pytest.mark.parametrize(

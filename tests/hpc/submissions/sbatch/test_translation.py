@@ -246,6 +246,8 @@ def test_setup_has_the_numbers_of_the_batch_script_and_not_those_of_our_job(here
         ("-N2 --gres=gpu:8", "$SLURM_TASKS_PER_NODE", "'8(x2)'"),
         ("-N2 --gres=gpu:8", '"it\'s ${SLURM_TASKS_PER_NODE%(*} $SLURM_TASKS_PER_NODE"', '"it\'s 8 8(x2)"'),
         ("-N1 --gres=gpu:8 -J 'my job'", "$SLURM_JOB_NAME", "'my job'"),
+        ("-N1 --gres=gpu:8 -J 'my job'", '"${N:-a$SLURM_JOB_NAME}"', '"${N:-amy job}"'),
+        ("-N1 --gres=gpu:8", "${OUT#/${SLURM_NTASKS}}", "${OUT#/8}"),
         ("-N1 --gres=gpu:8", "$SLURM_JOB_NAME", "$SLURM_JOB_NAME"),  # that of our job
     ],
 )  # fmt: skip

@@ -24,7 +24,7 @@ def test_a_crowded_directory_is_one_link(tmp_path: Path, monkeypatch: pytest.Mon
     touch(tmp_path, "train.py", "images/prepare.py", *(f"images/{number}.bin" for number in range(5)))
     monkeypatch.setattr(code_layout, "_MOST_LINKS", 5)
     layout = lay_out(tmp_path, {"train.py", "images/prepare.py"}, everything)
-    assert (layout.copies, layout.links) == (("train.py",), ("images",))
+    assert (layout.copies, layout.links, layout.crowded) == (("train.py",), ("images",), ("images",))
     with pytest.raises(UserError, match=r"images has more than 5 entries, .* or submit with --in-place"):
         lay_out(tmp_path, {"images/prepare.py"}, everything, made=["images"])
 

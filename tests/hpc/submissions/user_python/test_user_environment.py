@@ -13,7 +13,7 @@ from support.environments import BASE, SITE
 
 from hpc.base.errors import UserError
 from hpc.submissions.user_python import user_environment
-from hpc.submissions.user_python.user_environment import check, resolve
+from hpc.submissions.user_python.user_environment import check, resolve, torch_build
 from jobs.ranks.rank_environment import activated_environment, environment_of
 
 
@@ -168,6 +168,15 @@ def test_active_environment_is_the_default(venv: Path, variable: str) -> None:
         shown = site.hpc(*words, "--", "my.py", **others)
         assert shown.stderr.splitlines()[0].endswith(f", with {sys.executable}"), "that of hpc"
     assert site.hpc("submit", "--cluster=local", "--dry-run", **{variable: str(venv)}).returncode == 0, "our trainer"
+
+
+def test_torch_of_the_environment_is_known_to_lack_gpus(venv: Path) -> None:
+    assert torch_build(venv / "bin/python") is None, "it may come with --setup"
+    install_torch(venv, "2.15.0+cpu")
+    (venv / SITE / "torch/version.py").write_text("__version__ = '2.15.0+cpu'\ncuda = None\nhip = None\n")
+    build = torch_build(venv / "bin/python")
+    assert build is not None
+    assert build.accelerator is None
 
 
 def test_an_environment_of_conda_is_active_as_one(tmp_path: Path) -> None:
