@@ -39,6 +39,8 @@ _DRILLS = {
     WORKER_KILLED: "worker-kill", "node killed": "node-kill", "first node killed": "node-kill", "preempted": "preempt",
     "hung": "hang",
 }  # fmt: skip
+# What differs if a library saves.
+_OF_LIBRARIES = (WORKER_KILLED, "node killed", "preempted")
 # More would need more neighbours than the kernel has room for.
 _MAX_TESTBED_NODES = 30
 
@@ -78,7 +80,8 @@ def _lanes(contender: Contender, repeats: int) -> Iterator[Lane]:
         yield Lane(contender=replace(contender, spares=repeats), plan={"node killed": repeats}, in_turns=True)
         return
     if contender.is_ours:
-        yield Lane(contender=contender, plan=dict.fromkeys(failures.KINDS, repeats), in_turns=True)
+        kinds = _OF_LIBRARIES if contender.needs_library else failures.KINDS
+        yield Lane(contender=contender, plan=dict.fromkeys(kinds, repeats), in_turns=True)
         return
     if contender.restarts_in_place:
         yield Lane(contender=contender, plan={WORKER_KILLED: repeats}, in_turns=True)
