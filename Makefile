@@ -54,7 +54,7 @@ bench: $(READY) $(RIVALS)
 
 $(RIVALS): pyproject.toml
 	$(PYTHON) -m venv rivals
-	$(BIN)/uv pip install --quiet --compile-bytecode --python rivals/bin/python --group rivals '.[classifier]'
+	$(BIN)/uv pip install --quiet --compile-bytecode --python rivals/bin/python --group rivals --editable '.[classifier]'
 	touch $@
 
 # The tests, in tiers (CONTRIBUTING.md). Each worker has a machine of its own, hence a Slurm. Whole files go to a worker: their tests
