@@ -23,6 +23,7 @@ from support.cluster import (  # noqa: E402
     what_slurm_holds,
 )
 from support.fake_slurm import write_programs  # noqa: E402
+from support.staging_nodes import Nodes  # noqa: E402
 
 USER = "torchrelay-test"
 # The tests are of CPUs, on a machine with GPUs too: two ranks cannot share a GPU, and its kernels are others. Those of
@@ -143,6 +144,13 @@ def local(tmp_path: Path) -> Path:
     path = tmp_path / "local"
     path.mkdir()
     return path
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    made = Nodes(tmp_path)
+    yield made
+    made.end()
 
 
 @pytest.fixture

@@ -1,9 +1,9 @@
 """Runs on clusters that are configured otherwise: each is preempted, and goes on."""
 
-from pathlib import Path
-
 import pytest
 from support.cluster import SLOW_STEPS, VERY_FEW_EPOCHS, Run, Site, assert_loses_a_node, preempt, ranks_of
+
+from hpc.base.kernel import process_state
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
@@ -42,11 +42,6 @@ def test_run_whose_jobs_have_a_tmp_of_their_own_that_is_deleted_with_them(site: 
     assert not any(event["reused"] for event in run.events("staged"))
 
 
-def state_of(process: int) -> str:
-    """As in `ps`: T is stopped."""
-    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-
-
 @pytest.mark.profile("suspend")
 def test_run_whose_job_is_suspended_stands_still(site: Site) -> None:
     run = training(site, "--hang-timeout=5s")
@@ -60,7 +55,7 @@ def test_run_whose_job_is_suspended_stands_still(site: Site) -> None:
     suspended = run.status()
     assert (suspended["state"], suspended["reason"]) == ("pending", "suspended")
     assert len(ranks_of(run)) == 2
-    run.wait("that the ranks stand still", lambda: {state_of(rank) for rank in ranks_of(run)} == {"T"})
+    run.wait("that the ranks stand still", lambda: {process_state(rank) for rank in ranks_of(run)} == {"T"})
     end.touch()
     run.wait_for_more_steps()
     status = run.status()

@@ -21,7 +21,7 @@ from support.cluster import (
     Run,
     Site,
     agent_pids,
-    assert_equal,
+    assert_ended_as,
     assert_nothing_left,
     parent,
     rank_pids,
@@ -142,9 +142,7 @@ def test_a_run_survives_whatever_happens_to_it(site: Site) -> None:
     status = run.status()
     assert status["state"] == "completed", run.evidence()
     assert status["interruptions"], "nothing was noticed"
-    undisturbed.wait_for_state("completed")
-    run.assert_no_gap()
-    assert_equal(undisturbed.directory, run.directory)
+    assert_ended_as(run, undisturbed)
     # An agent that is killed cannot tidy up: the next run on its node does.
     site.submit("--data=data", "--nodes=4", *TWO_NODES[1:], "--epochs=1").wait_for_state("completed")
     assert_nothing_left(run)
@@ -166,7 +164,5 @@ def test_stops_lose_no_step_and_are_continued_once(site: Site) -> None:
     following = [one["job_id"] for one in (*run.events("resubmitted"), *run.events("requeued"))]
     started = [attempt["job_id"] for attempt in status["attempts"][1:]]
     assert not set(started) - {*following, status["attempts"][0]["job_id"]}, "a job that nobody has submitted"
-    run.assert_no_gap()
-    undisturbed.wait_for_state("completed")
-    assert_equal(undisturbed.directory, run.directory)
+    assert_ended_as(run, undisturbed)
     run.wait("the end of the jobs", lambda: not run.is_alive())

@@ -508,6 +508,13 @@ def assert_equal(one: RunDir, other: RunDir) -> None:
     assert not different
 
 
+def assert_ended_as(run: Run, undisturbed: Run) -> None:
+    """No step is missing, and every bit is as in the other run."""
+    undisturbed.wait_for_state("completed")
+    run.assert_no_gap()
+    assert_equal(undisturbed.directory, run.directory)
+
+
 def preempt(run: Run, other: Site | None = None) -> None:
     """Have Slurm preempt a run of up to four nodes, for a second; by a job of somebody else, if the user may not."""
     everything = ("--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null")

@@ -30,6 +30,11 @@ done < {0}/queued; exit 0"""
 HANGS = "touch {0}/reached; while [ -e {0} ] && [ ! -e {0}/go ]; do sleep 0.1; done"
 
 
+def queued(site: Site) -> list[str]:
+    """Return the runs whose jobs are queued in Slurm."""
+    return [Path(line).parent.name for line in (site.path / "queued").read_text().splitlines()]
+
+
 def write_programs(directory: Path, **programs: str) -> str:
     """Write these shell scripts, also while others call them; return a PATH that starts with their directory.
 

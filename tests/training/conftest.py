@@ -1,15 +1,17 @@
 """The fixtures of the trainer's tests."""
 
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from support.trainings import Ask, Starter, make_cifar, make_folder, make_idx, pack_folder
+from support.trainings import Ask, Starter, Training, make_cifar, make_folder, make_idx, pack_folder
 
 from hpc.base.program import run as run_program
+from hpc.run.nodedir import NodeDir
 from training.inference import predict
 from training.runtime.process_group import ProcessGroup, connect, disconnect
 from training.runtime.run_context import rank_info_from
@@ -49,6 +51,18 @@ def start(idx_data: Path, tmp_path: Path) -> Iterator[Starter]:
     yield starter
     for training in starter.started:
         training.kill()
+
+
+@pytest.fixture
+def cut(start: Starter, killed_once: Training) -> Training:
+    """A copy of the training that a module's `killed_once` has killed."""
+    return start.copy(killed_once)
+
+
+@pytest.fixture
+def node(start: Starter, killed_once: Training) -> NodeDir:
+    """A copy of its node's memory."""
+    return NodeDir(shutil.copytree(killed_once.run_dir.with_name("node"), start.directory / "node"))
 
 
 @pytest.fixture

@@ -124,21 +124,19 @@ def test_run_whose_job_was_replaced_says_why(run: RunDir, capsys: Capture) -> No
     ("width", "titles"), [(160, ALL_TITLES), (80, " ".join(ALL_TITLES.split()[:11])), (12, "run state")]
 )
 def test_narrow_table_has_the_most_important_columns(run: RunDir, width: int, titles: str) -> None:
-    console = Console(width=width, file=io.StringIO())
+    console = Console(width=width, file=io.StringIO(), record=True)
     console.print(view(console, [summarize(run, None)], details=False))
-    assert isinstance(console.file, io.StringIO)
-    assert console.file.getvalue().splitlines()[0].split() == titles.split()
+    assert console.export_text().splitlines()[0].split() == titles.split()
 
 
 @pytest.mark.parametrize("width", [80, 120, 200])
 def test_every_row_is_one_line_that_fits(run: RunDir, width: int) -> None:
     row = summarize(run, None)
     names = ["a" * 100, "resnet50-imagenet-baseline-1", "resnet50-imagenet-baseline-2"]
-    console = Console(width=width, file=io.StringIO())
+    console = Console(width=width, file=io.StringIO(), record=True)
     console.print(view(console, [structs.replace(row, run=name) for name in names], details=False))
     console.print(interruption_table(console, [replace(one, detail="x\t" * 250) for one in row.interruptions]))
-    assert isinstance(console.file, io.StringIO)
-    lines = console.file.getvalue().splitlines()
+    lines = console.export_text().splitlines()
     assert len(lines) == 1 + len(names) + 1 + len(row.interruptions)
     assert max(map(len, lines)) <= width
     assert lines[3].startswith(names[2]), "names that differ at their ends can be told apart"
@@ -146,10 +144,9 @@ def test_every_row_is_one_line_that_fits(run: RunDir, width: int) -> None:
 
 def test_reason_of_runs_that_wait_stands_below_the_table(run: RunDir) -> None:
     row = structs.replace(summarize(run, None), state="pending", reason="Resources")
-    console = Console(width=80, file=io.StringIO())
+    console = Console(width=80, file=io.StringIO(), record=True)
     console.print(view(console, [structs.replace(row, run=name) for name in ("one", "two")], details=False))
-    assert isinstance(console.file, io.StringIO)
-    assert console.file.getvalue().splitlines()[-1] == "one, two: pending: no nodes are free"
+    assert console.export_text().splitlines()[-1] == "one, two: pending: no nodes are free"
 
 
 def test_runs_are_chosen_by_owner(run: RunDir, capsys: Capture) -> None:

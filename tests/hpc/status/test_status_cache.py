@@ -55,8 +55,6 @@ FAILS = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connec
 @pytest.mark.parametrize(
     ("events", "state"),
     [
-        ([], "pending"),
-        ([CLAIMED], "running"),
         ([CLAIMED, PREEMPTED], "pending"),
         ([CLAIMED, REFUSED], "failed"),
         ([CLAIMED, COMPLETED], "completed"),

@@ -92,10 +92,9 @@ def one_field_changed(choose: random.Random) -> list[dict[str, Any]]:
 
 
 def shown(rows: list[Summary], *, details: bool) -> str:
-    console = Console(width=200, file=io.StringIO())
+    console = Console(width=200, file=io.StringIO(), record=True)
     console.print(view(console, rows, details=details))
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    return console.export_text()
 
 
 def strict(text: str) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.cluster import Site, mounted_volume, tiny_data
-from support.fake_slurm import SBATCH, SINFO, SINFO_TEXT, queueing_site, replace
+from support.fake_slurm import SBATCH, SINFO, SINFO_TEXT, queued, queueing_site, replace
 
 from hpc.commands import cli
 from hpc.run.spec import RunSpec
@@ -28,11 +28,6 @@ def here(shared: Path) -> tuple[Site, dict[str, str]]:
     site, environment = queueing_site(shared)
     tiny_data(site.path / "data", train=320, test=100)
     return site, environment
-
-
-def queued(site: Site) -> list[str]:
-    """Return the runs whose jobs are queued in Slurm."""
-    return [Path(line).parent.name for line in (site.path / "queued").read_text().splitlines()]
 
 
 def states(site: Site, environment: dict[str, str]) -> list[str]:

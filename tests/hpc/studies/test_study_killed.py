@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support.cluster import Site
-from support.fake_slurm import HANGS, SBATCH, kill_when_reached, queueing_site, replace, started
+from support.fake_slurm import HANGS, SBATCH, kill_when_reached, queued, queueing_site, replace, started
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 COMMON = ("--name=pets", "--synthetic", "--cpus-per-gpu=1", "--batch-size=8", "--once")
@@ -26,11 +26,6 @@ kinds = pytest.mark.parametrize("start", [SWEEP, SCALING], ids=["sweep", "scalin
 @pytest.fixture
 def here(shared: Path) -> tuple[Site, dict[str, str]]:
     return queueing_site(shared)
-
-
-def queued(site: Site) -> list[str]:
-    """Return the runs whose jobs are queued in Slurm."""
-    return [Path(line).parent.name for line in (site.path / "queued").read_text().splitlines()]
 
 
 def goes_on(site: Site, environment: dict[str, str], start: tuple[str, ...]) -> None:

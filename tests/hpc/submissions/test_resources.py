@@ -65,10 +65,6 @@ def test_cluster_without_a_partition_to_use_is_told(
         (resources_of(nodes="3", gpus_per_node="8"), "--nodes is 3, but partition gpu has 2 with --gpus-per-node 8"),
         (resources_of(nodes="3", partition="small"), "--nodes is 3, but partition small allows 2 per job"),
         (resources_of(gpus_per_node="9"), "--gpus-per-node is 9, but partition gpu has a100:4 or h100:8 per node"),
-        (
-            resources_of(gpus_per_node="4", partition="small"),
-            "has 2 per node: use --gpus-per-node 2, or .* gpu",
-        ),
         (Resources(partition="cpu"), "has 0 per node: use --gpus-per-node 0, or .* gpu, old, small"),
         (
             resources_of(gpus_per_node="v100:2"),
@@ -78,7 +74,6 @@ def test_cluster_without_a_partition_to_use_is_told(
             resources_of(gpus_per_node="a100:2", partition="small"),
             "small has 2 per node: use --gpus-per-node 2, or one of the partitions gpu",
         ),
-        (resources_of(nodes="3", gpus_per_node="h100:8"), "partition gpu has 2 with --gpus-per-node h100:8"),
         (resources_of(gpus_per_node="0", partition="cpu", cpus_per_gpu=9), "has 8 per rank .*use --cpus-per-gpu 8"),
         (
             Resources(partition="gpus"),
@@ -104,16 +99,9 @@ def test_pretended_nodes_share_the_cpus_and_know_no_types_of_gpus() -> None:
         local_resources(resources_of(gpus_per_node="a100:2"))
 
 
-@pytest.mark.parametrize(
-    ("nodes", "spares", "message"),
-    [
-        ("5", 2, "--nodes is 5 and --spares 2, but partition gpu has 6: use 6 or fewer"),
-        ("7", 1, "--nodes is 7 and --spares 1, but partition gpu has 6: use 6 or fewer"),
-    ],
-)
-def test_spares_are_nodes_too(nodes: str, spares: int, message: str, partitions: list[Partition]) -> None:
-    with pytest.raises(UserError, match=message):
-        resolve_resources(resources_of(nodes=nodes), partitions, spares)
+def test_spares_are_nodes_too(partitions: list[Partition]) -> None:
+    with pytest.raises(UserError, match="--nodes is 5 and --spares 2, but partition gpu has 6: use 6 or fewer"):
+        resolve_resources(resources_of(nodes="5"), partitions, spares=2)
     assert resolve_resources(resources_of(nodes="5"), partitions, spares=1).nodes == NodeRange(5)
 
 

@@ -98,7 +98,6 @@ OTHERS = "and the others wait for it"
             (*(heartbeat(rank, still=31) for rank in (0, 1, 3)), heartbeat(2, still=31, phase="load")),
             *(2, f"rank 2 has been in load after step 10 for 31 s, {OTHERS}"),
         ),
-        ((heartbeat(0, still=31), heartbeat(1, still=31, state="T")), 1, f"rank 1 is stopped, {OTHERS}"),
         (
             (heartbeat(0, still=31), heartbeat(1, still=31, state="D")),
             *(1, f"rank 1 waits in the kernel for a device or storage, {OTHERS}"),
@@ -113,7 +112,7 @@ OTHERS = "and the others wait for it"
             *(None, "no rank has moved for 31 s: 2 in step after step 10"),
         ),
     ],
-    ids=["stopped alone", "stopped process", "cannot be killed", "a step behind", "all", "none dies"],
+    ids=["stopped alone", "cannot be killed", "a step behind", "all", "none dies"],
 )
 def test_rank_for_which_the_others_wait_is_named(
     heartbeats: tuple[RankHeartbeat, ...], rank: int | None, detail: str

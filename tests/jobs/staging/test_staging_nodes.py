@@ -33,13 +33,6 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Nodes]:
-    made = Nodes(tmp_path)
-    yield made
-    made.end()
-
-
 @pytest.mark.parametrize("count", [1, NODES])
 def test_source_is_read_once_and_every_node_has_all_of_it(nodes: Nodes, source: Path, count: int) -> None:
     answers = nodes.stage(source, count)

@@ -16,7 +16,7 @@ from support.cluster import (
     VERY_FEW_EPOCHS,
     Run,
     Site,
-    assert_equal,
+    assert_ended_as,
     refused,
 )
 
@@ -29,13 +29,6 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 def submit_undisturbed(site: Site) -> Run:
     """The same training as the test's, which runs meanwhile."""
     return site.submit("--data=data", "--name=undisturbed", *VERY_FEW_EPOCHS, *TWO_RANKS_HERE)
-
-
-def assert_ended_as(run: Run, undisturbed: Run) -> None:
-    """No step is missing, and every bit is as in the other run."""
-    undisturbed.wait_for_state("completed")
-    run.assert_no_gap()
-    assert_equal(undisturbed.directory, run.directory)
 
 
 def send(run: Run, job_id: str, *names: str) -> None:

@@ -74,18 +74,6 @@ def killed_once(idx_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Tra
 
 
 @pytest.fixture
-def cut(start: Starter, killed_once: Training) -> Training:
-    """A copy of the training that was killed."""
-    return start.copy(killed_once)
-
-
-@pytest.fixture
-def node(start: Starter, killed_once: Training) -> NodeDir:
-    """A copy of its node's memory."""
-    return NodeDir(shutil.copytree(killed_once.run_dir.with_name("node"), start.directory / "node"))
-
-
-@pytest.fixture
 def empty_node(tmp_path: Path) -> NodeDir:
     (tmp_path / "node").mkdir(mode=0o700)
     return NodeDir(tmp_path / "node")

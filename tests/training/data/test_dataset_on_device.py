@@ -13,7 +13,6 @@ from training.data.loader import Batch, load_device_batches
 
 CPU = torch.device("cpu")
 OPTIONS: list[dict[str, Any]] = [
-    {},
     {"crop": "padded", "flip": "on"},
     {"crop": "none", "flip": "on", "random_erasing": 0.5},
 ]

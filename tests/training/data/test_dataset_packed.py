@@ -10,15 +10,11 @@ import pytest
 import torch
 from PIL import Image
 from support.trainings import load, make_folder, pack_folder
-from torch import Tensor
 
 from hpc.base.errors import UserError
 from training.config.dataset_layout import check_data
 from training.config.packed_index import INDEX
 from training.data.batch_schedule import BatchRequest
-from training.data.loader import ImageSource
-
-COUNT = 27
 
 
 @pytest.fixture
@@ -27,15 +23,12 @@ def packed(packed_data: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(packed_data, tmp_path / "packed"))
 
 
-def look(source: ImageSource, epoch: int | None) -> Tensor:
-    return source[BatchRequest(indices=tuple(range(COUNT)), epoch=epoch)].images
-
-
 def test_an_evaluation_sees_the_middle_without_scaling_where_it_fits(packed_data: Path) -> None:
     pixels = np.load(packed_data / "val-pixels.npy")
     val = load(packed_data, image_size=35).val  # 224 of 256 is 35 of 40
     assert val is not None
-    assert torch.equal(look(val, None), torch.from_numpy(pixels)[:, 2:37, 2:37].permute(0, 3, 1, 2))
+    seen = val[BatchRequest(indices=tuple(range(27)), epoch=None)].images
+    assert torch.equal(seen, torch.from_numpy(pixels)[:, 2:37, 2:37].permute(0, 3, 1, 2))
 
 
 def test_the_fingerprint_is_that_of_the_content(tmp_path: Path, packed_data: Path) -> None:

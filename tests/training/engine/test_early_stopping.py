@@ -18,10 +18,6 @@ from hpc.commands.start.submit import main as submit
 STILL = ("--lr=1e-30", "--weight-decay=0", "--batch-size=20", "--log-every=4", "--epochs=30")
 
 
-def validations(run_dir: Path) -> list[int]:
-    return [line["epoch"] for line in lines(run_dir / "metrics" / "eval.jsonl") if line["split"] == "val"]
-
-
 # --- patience ---
 
 
@@ -57,7 +53,8 @@ def test_a_training_that_does_not_improve_ends_and_is_complete_also_after_a_rest
     assert codes == ([0, 0] if "stop" in fault else codes)
     training = start.complete(*flags, world_size=2)
     # The first validation is the best one; three more are not better.
-    assert validations(training.run_dir) == [1, 2, 3, 4]
+    evaluations = lines(training.run_dir / "metrics" / "eval.jsonl")
+    assert [line["epoch"] for line in evaluations if line["split"] == "val"] == [1, 2, 3, 4]
     outcome = result(training.run_dir)
     assert (outcome["ended"], outcome["step"], outcome["epoch"]) == ("early_stopping", 36, 4)
     assert outcome["test_accuracy"] is not None

@@ -153,18 +153,6 @@ def killed_once(idx_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Tra
     return cut
 
 
-@pytest.fixture
-def cut(start: Starter, killed_once: Training) -> Training:
-    """A copy of it."""
-    return start.copy(killed_once)
-
-
-@pytest.fixture
-def node(start: Starter, killed_once: Training) -> NodeDir:
-    """A copy of its node's memory."""
-    return NodeDir(shutil.copytree(killed_once.run_dir.with_name("node"), start.directory / "node"))
-
-
 def of_another_attempt(shard: Path) -> None:
     """Change the snapshots of a shard, though they are of the same steps."""
     for path in list_checkpoints(shard):

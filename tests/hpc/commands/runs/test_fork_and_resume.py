@@ -58,7 +58,6 @@ def copy_of(run: Run, name: str) -> RunDir:
             "--epochs is 2, but step-00000008 of run complete is after epoch 2: use --epochs 3",
         ),
         ("fork", "complete --name=x --batch-size=8", "--batch-size cannot change in a training that has begun"),
-        ("fork", "complete --name=x --weights=a.pth", "--weights cannot change in a training that has begun"),
         ("fork", "complete --name=x --recipe=cifar", "--recipe is only for new trainings"),
         ("fork", "complete --name=complete --epochs=3", "exists already"),
     ],
@@ -139,18 +138,6 @@ def test_fork_without_other_flags_has_the_bits_of_one_training(local_site: Site,
     same = Run(local_site, RunDir(local_site.path / "runs" / "same"), "")
     assert [event["step"] for event in same.events("train_started")] == [5]
     assert_equal(complete.directory, same.directory)
-
-
-def test_epochs_that_change_earlier_learning_rates_are_refused(local_site: Site, complete: Run) -> None:
-    run = copy_of(complete, "cosine")
-    spec = json.loads(run.spec.read_text())
-    argv = [word for word in spec["program"]["argv"] if not word.startswith("--lr-scheduler")]
-    spec["program"]["argv"] = argv  # cosine is the default
-    run.spec.write_text(json.dumps(spec))
-    says = refused(local_site, "resume", "cosine", "--epochs=4")
-    assert "with --lr-scheduler cosine, the learning rates depend on it" in says
-    assert "type hpc fork cosine --name NEW --epochs 4" in says
-    assert run.final_result.exists()
 
 
 def test_complete_run_trains_longer_as_if_it_had_been_submitted_so(local_site: Site, complete: Run) -> None:

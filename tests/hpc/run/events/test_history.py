@@ -96,11 +96,6 @@ def test_outcome_of_a_run(cause: str | None, more: list[Event], outcome: str | N
     assert History([submitted(1.0), claimed(2.0), *ends], complete=True).outcome == "completed"
 
 
-def test_run_that_has_not_begun_has_no_outcome_unless_it_is_cancelled() -> None:
-    assert History().outcome is None
-    assert History([submitted(), cancelled()]).outcome == "cancelled"
-
-
 def test_reason_why_no_job_followed_is_that_of_the_last_attempt() -> None:
     run = [claimed(1.0), attempt_ended(12.0, "crashed")]
     other = event("not_continued", attempt=2, detail="another")

@@ -234,7 +234,6 @@ def test_setup_has_the_numbers_of_the_batch_script_and_not_those_of_our_job(here
 @pytest.mark.parametrize(
     ("options", "value", "expected"),
     [
-        ("-N1 --gpus=8", "$SLURM_GPUS", "8"),
         ("-N2 --gpus=a100:16", "${SLURM_GPUS##*:}", "16"),
         ("-N1 --gpus-per-node=8", "a${SLURM_GPUS:-}b", "ab"),
         ("-N1 --gpus-per-node=a100:8", "$SLURM_GPUS_PER_NODE", "a100:8"),

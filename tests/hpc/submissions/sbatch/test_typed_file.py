@@ -56,17 +56,11 @@ def test_printed_line_does_the_same(here: Path) -> None:
     assert by_file == f"{line}\n{by_line}"
 
 
-def test_json_stays_one_document(here: Path) -> None:
-    done = hpc("submit", "--json", "job.sbatch", *LOCAL, cwd=here)
-    assert json.loads(done.stdout)["run"] == "flowers"
-    assert done.stderr.startswith(f"{HPC} submit --nodes 1 ")
-
-
 def test_run_starts_in_the_directory_of_the_batch_script_and_its_directory_stays_here(here: Path) -> None:
     (here / "project").mkdir()
     (here / "train.py").rename(here / "project" / "train.py")
     (here / "job.sbatch").write_text(JOB.replace("echo start", "cd project"))
-    done = hpc("submit", "job.sbatch", *LOCAL, "--json", cwd=here)
+    done = hpc("submit", "--json", "job.sbatch", *LOCAL, cwd=here)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["run_dir"] == str(here / "runs" / "flowers")
     assert done.stderr.startswith(f"cd {here}/project && {HPC} submit ")

@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,13 +15,6 @@ from support.staging_nodes import Nodes
 from hpc.submissions.user_python.environment_archive import DIRECTORY
 
 NODES = 2
-
-
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Nodes]:
-    made = Nodes(tmp_path)
-    yield made
-    made.end()
 
 
 def pythons(nodes: Nodes, archive: Path, **node_1: str) -> list[Path]:
