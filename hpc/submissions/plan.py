@@ -42,10 +42,9 @@ def plan(options: SubmitOptions) -> tuple[RunDir, RunSpec]:
     for flag, value in (("--container", options.container), ("--python", options.python)):
         user_environment.check_use(flag, value, trains=not is_script, stages=options.stage_env)
     found = None if not is_script or options.stage_env else user_environment.find_python()
-    image, python = user_environment.resolve(
+    image, python, build = user_environment.resolve(
         options.container, options.python, resources.setup, on_cluster=cluster == "slurm", found=found
     )
-    build = None if image else user_environment.torch_build(Path(python) if python else None)
     device = resolve_device(options.device, resources.gpus_per_node.count, cluster, build)
     # With --device auto, GPUs that were requested but cannot exist (a testbed, no driver) leave the ranks on CPUs.
     has_gpus = device == "cuda" or (device == "auto" and not resources.gpus_per_node.count)

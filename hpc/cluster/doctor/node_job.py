@@ -50,7 +50,7 @@ def probe_nodes(options: NodeOptions, partition: str) -> tuple[Resources, list[N
     asked = replace(asked, partition=partition, nodes=NodeRange(nodes), time=asked.time or TimeLimit(600))
     resources = resolve_resources(asked, sinfo.partitions())
     own = user_environment.find_python()
-    _, python = user_environment.resolve(None, options.python, resources.setup, on_cluster=True, found=own)
+    _, python, _ = user_environment.resolve(None, options.python, resources.setup, on_cluster=True, found=own)
     print(
         f"waiting for {'1 node' if nodes == 1 else f'{nodes} nodes'} of partition {partition}; Ctrl-C cancels",
         file=sys.stderr,

@@ -37,8 +37,6 @@ import torch, torch.distributed.run
 print("\\n{_MARK}" + json.dumps([str(torch.__version__), torch.__file__]))
 """
 
-_FIND = "import importlib.util as util; print((spec := util.find_spec('torch')) and spec.origin or '')"
-
 
 def check_use(flag: str, value: Path | str | None, *, trains: bool, stages: bool) -> None:
     """Raise UserError if `--python` or `--container` is given for the classifier or together with `--stage-env`."""
@@ -82,40 +80,38 @@ def _active_python() -> Path | None:
     return Path(active, "bin", "python")
 
 
-def torch_build(python: Path | None) -> TorchBuild | None:
-    """Return the build of torch in the environment of an interpreter (None: in that of hpc); None if there is none.
+def resolve(
+    image: str | None, python: Path | None, setup: Sequence[str], *, on_cluster: bool, found: Path | None = None
+) -> tuple[str | None, str | None, TorchBuild | None]:
+    """Return the path of the image of `--container`, the interpreter that starts the ranks, and its build of torch.
 
-    torch is not imported, which takes seconds.
+    The path is absolute, or None if there is no image. Without an image and `--python`, the interpreter is the `found`
+    one, or None for that of hpc. The build is None if it is unknown. Raises UserError if torchrun and the ranks cannot
+    run with the interpreter.
     """
-    if python is None:
-        found = importlib.util.find_spec("torch")
-        origin = found.origin if found else None
-    else:
-        done = subprocess.run([python, "-c", _FIND], cwd="/", capture_output=True, text=True, check=False)
-        origin = done.stdout.strip()
-    path = Path(origin).with_name("version.py") if origin else None
+    if image is not None:
+        path, interpreter = _find_image(image, on_cluster=on_cluster), str(python or "python3")
+        _check_in_container(path, interpreter, setup)
+        return str(path), interpreter, None
+    if given := python or found:
+        which = "the active environment's Python" if _active_python() else "no environment is active, and python3"
+        return None, *check(given, setup, flag="--python" if python else which, on_cluster=on_cluster)
+    spec = importlib.util.find_spec("torch")  # does not import torch, which takes seconds
+    return None, None, _build_of(spec.origin if spec else None)
+
+
+def _build_of(torch_file: Path | str | None) -> TorchBuild | None:
+    """Return the build of the torch whose module is this file; None if it is unknown."""
+    path = Path(torch_file).with_name("version.py") if torch_file else None
     return parse_torch_version(path.read_text()) if path and path.exists() else None
 
 
-def resolve(
-    image: str | None, python: Path | None, setup: Sequence[str], *, on_cluster: bool, found: Path | None = None
-) -> tuple[str | None, str | None]:
-    """Return the absolute path of the image of `--container`, and the interpreter that starts the ranks.
+def check(
+    given: Path, setup: Sequence[str], *, flag: str = "--python", on_cluster: bool
+) -> tuple[str, TorchBuild | None]:
+    """Return the absolute path of an interpreter, and its build of torch; None if it is unknown.
 
-    The path is None if there is no image. Without an image and `--python`, the interpreter is the `found` one, or None.
-    Raises UserError if torchrun and the ranks cannot run with the interpreter.
-    """
-    if image is None:
-        which = "the active environment's Python" if _active_python() else "no environment is active, and python3"
-        given, flag = (python, "--python") if python else (found, which)
-        return None, check(given, setup, flag=flag, on_cluster=on_cluster) if given else None
-    path, interpreter = _find_image(image, on_cluster=on_cluster), str(python or "python3")
-    _check_in_container(path, interpreter, setup)
-    return str(path), interpreter
-
-
-def check(given: Path, setup: Sequence[str], *, flag: str = "--python", on_cluster: bool) -> str:
-    """Return the absolute path of an interpreter. Raises UserError if it cannot run torchrun and the ranks.
+    Raises UserError if the interpreter cannot run torchrun and the ranks.
 
     `flag` names the interpreter in errors. The lines of `--setup`, which are for the nodes, do not run here. If there
     are such lines and torch cannot be imported, only a warning is printed.
@@ -129,7 +125,7 @@ def check(given: Path, setup: Sequence[str], *, flag: str = "--python", on_clust
     torch_file = _check_answers(f"{flag} is {given}", [str(path)], setup, advice)
     if on_cluster and torch_file:
         check_is_shared(f"{flag} imports torch from", torch_file)
-    return str(path)
+    return str(path), _build_of(torch_file)
 
 
 def _find_image(given: str, *, on_cluster: bool) -> Path:

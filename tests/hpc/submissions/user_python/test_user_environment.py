@@ -13,7 +13,7 @@ from support.environments import BASE, SITE
 
 from hpc.base.errors import UserError
 from hpc.submissions.user_python import user_environment
-from hpc.submissions.user_python.user_environment import check, resolve, torch_build
+from hpc.submissions.user_python.user_environment import check, resolve
 from jobs.ranks.rank_environment import activated_environment, environment_of
 
 
@@ -67,7 +67,7 @@ def test_interpreter_is_found_by_its_own_path_not_by_that_of_its_link(
     install_torch(venv, "2.11.0+cu130")
     monkeypatch.chdir(venv)
     (venv / "torch.py").write_text("raise SystemExit('this is not torch')\n")
-    assert check(Path("bin/python"), (), on_cluster=True) == f"{venv}/bin/python"
+    assert check(Path("bin/python"), (), on_cluster=True) == (f"{venv}/bin/python", None)
 
 
 def test_images_that_nodes_could_not_use_are_refused(shared: Path, tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_machine_without_apptainer_refuses_an_image_unless_setup_may_bring_it(
     image = shared / "image.sif"
     image.touch()
     assert "neither apptainer nor singularity here: load its module, also on the nodes" in refused_image(str(image))
-    assert resolve(str(image), None, ("module load apptainer",), on_cluster=True) == (str(image), "python3")
+    assert resolve(str(image), None, ("module load apptainer",), on_cluster=True) == (str(image), "python3", None)
     assert "which is not checked: there is neither" in capsys.readouterr().err
 
 
@@ -100,7 +100,7 @@ def test_environment_without_torch_is_refused_unless_setup_may_bring_it(
 ) -> None:
     python = venv / "bin" / "python"
     assert "does not import torch (ModuleNotFoundError: No module named 'torch'): install" in refused(python)
-    assert check(python, ("module load PyTorch",), on_cluster=True) == str(python)
+    assert check(python, ("module load PyTorch",), on_cluster=True) == (str(python), None)
     assert "imports torch only with --setup, if at all (ModuleNotFound" in capsys.readouterr().err
 
 
@@ -125,7 +125,7 @@ def test_environment_on_a_nodes_own_disk_is_refused_on_a_cluster(venv: Path) -> 
     with tempfile.TemporaryDirectory(dir="/tmp") as local:
         link = Path(local, "env")
         link.symlink_to(venv)
-        shared = check(link / "bin" / "python", (), on_cluster=True)
+        shared, _ = check(link / "bin" / "python", (), on_cluster=True)
         assert shared == f"{venv}/bin/python", "without the link, which other nodes do not have"
         subprocess.run([BASE, "-m", "venv", "--without-pip", f"{local}/own"], check=True)
         own = Path(local, "own", "bin", "python")
@@ -171,10 +171,10 @@ def test_active_environment_is_the_default(venv: Path, variable: str) -> None:
 
 
 def test_torch_of_the_environment_is_known_to_lack_gpus(venv: Path) -> None:
-    assert torch_build(venv / "bin/python") is None, "it may come with --setup"
+    assert check(venv / "bin/python", ("module load x",), on_cluster=True)[1] is None, "it may come with --setup"
     install_torch(venv, "2.15.0+cpu")
     (venv / SITE / "torch/version.py").write_text("__version__ = '2.15.0+cpu'\ncuda = None\nhip = None\n")
-    build = torch_build(venv / "bin/python")
+    _, build = check(venv / "bin/python", (), on_cluster=True)
     assert build is not None
     assert build.accelerator is None
 
