@@ -7,6 +7,7 @@ whether each table is that of the results, so no number is ever edited by hand.
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from benchmarks.harness import RESULTS, ROOT, Row, markdown
@@ -21,10 +22,7 @@ _FAILURES = {
     "worker killed": "a process is killed", "hung": "a process hangs", "node killed": "a node dies",
     "first node killed": "the first node dies", "preempted": "preemption, 20 s of notice",
 }  # fmt: skip
-_SECTIONS = {
-    "recovery": "an interruption", "drill": "its phases", "storm": "goodput", "overhead": "no interruption",
-    "speed": "training speed", "snapshots": "snapshots", "step_counter": "counted steps", "commands": "commands",
-}  # fmt: skip
+_BENCHMARKS = ("recovery", "drill", "storm", "overhead", "speed", "snapshots", "step_counter", "commands")
 
 
 def result(name: str) -> dict[str, Any]:
@@ -42,17 +40,19 @@ def _number(value: float) -> str:
 
 
 def machines() -> str:
-    """Return where and when each section of the page was measured."""
-    rows = []
-    for name, section in _SECTIONS.items():
-        machine = result(name)["machine"]
-        where = (machine["processor"].replace("(R)", ""), machine["date"], f"`{machine['commit']}`")
-        rows.append((section, f"`benchmarks.{name}`", *where))
-    first = result("recovery")["machine"]
-    python = f"{first['cores']} cores, {first['memory_gib']} GB, {first['slurm'].removeprefix('slurm-wlm ')}"
-    words = f"Slurm {python.rpartition(' ')[2]}, Python {first['python']}, torch {first['torch']}"
-    head = f"{first['cores']} cores, {first['memory_gib']} GB of memory, Debian 12, {words}, on the CPU."
-    return f"{head}\n\n{_table(('section', 'script', 'processor', 'date', 'commit'), rows, words=True)}"
+    """Return where, when and with which versions the page was measured; the benchmarks may differ in the day alone."""
+    found = [result(name) for name in _BENCHMARKS]
+    facts = ("processor", "cores", "memory_gib", "slurm", "python", "torch", "commit")
+    [(processor, cores, memory, slurm, python, torch, commit)] = {
+        tuple(each["machine"][key] for key in facts) for each in found
+    }
+    days = sorted({each["machine"]["date"] for each in found})
+    rivals = result("recovery")["rivals"] | result("speed")["rivals"]
+    versions = ", ".join(f"{name} {version}" for name, version in sorted(rivals.items()) if name != "torch")
+    when = f"{' to '.join(dict.fromkeys((days[0], days[-1])))}, at commit `{commit}`"
+    where = f"{cores} cores of an {processor} with {memory} GB of memory, without a GPU"
+    software = f"Debian 12, Slurm {slurm.rpartition(' ')[2]}, Python {python}, torch {torch}"
+    return f"Measured on {when}, on {where}.\n\n{software}; {versions}."
 
 
 def _costs() -> dict[tuple[str, str], Row]:
@@ -77,10 +77,18 @@ def recovery() -> str:
     return _table(("seconds lost", *contenders), [*rows, ["a node dies, with a spare", _cell(spare), *["-"] * 6]])
 
 
+def _epoch() -> tuple[int, float]:
+    """Return the steps of an epoch of the script, and the median seconds of a step."""
+    rows = [row for (_, name), row in _costs().items() if name == UNCHANGED]
+    return result("recovery")["epoch_steps"], median(row["work_lost_s"] / row["steps_lost"] for row in rows)
+
+
 def repetitions() -> str:
-    """Return how often each contender met each interruption."""
+    """Return how often each contender met each interruption, and how long a step takes."""
     times = sorted({row["times"] for row in result("recovery")["rows"] if row["cost_s"] is not None})
-    return f"Medians of {' to '.join(map(str, {times[0]: 0, times[-1]: 0}))} runs."
+    steps, seconds = _epoch()
+    runs = f"Medians of {' to '.join(map(str, {times[0]: 0, times[-1]: 0}))} runs; a tool that was not back ran once."
+    return f"{runs} An epoch has {steps} steps of {seconds:.2f} s."
 
 
 def first_screen() -> str:
@@ -88,7 +96,9 @@ def first_screen() -> str:
     costs, kinds = _costs(), ("worker killed", "node killed", "preempted")
     contenders = {SUBMITIT: SUBMITIT, UNCHANGED: "Torchrelay, step 1", SCRIPT: "Torchrelay, step 2"}
     rows = [[_FAILURES[kind], *(f"{costs[kind, name]['cost_s']:.0f}" for name in contenders)] for kind in kinds]
-    return _table(("seconds lost (downtime + repeated steps)", *contenders.values()), rows)
+    steps, seconds = _epoch()
+    note = f"In the first two columns, the script saves after each epoch of {steps * seconds:.0f} s."
+    return f"{_table(('seconds lost (downtime + repeated steps)', *contenders.values()), rows)}\n\n{note}"
 
 
 def own_recovery() -> str:
@@ -106,6 +116,15 @@ def own_recovery() -> str:
             cells += [_number(row["seconds"]), f"{row['steps_lost']} ({row['work_lost_s']} s)"] if row else ["-", "-"]
         rows.append([words, *cells])
     return _table(columns, rows)
+
+
+def lightning() -> str:
+    """Return what an interruption costs a script of Lightning, without and with the callback."""
+    costs, names = _costs(), ("Lightning", CONTENDERS["callback"].title)
+    rows = [
+        [_FAILURES[kind], *(_cell(costs[kind, name]) for name in names)] for kind, name in costs if name == names[1]
+    ]
+    return _table(("seconds lost", *names), rows)
 
 
 def drill() -> str:
@@ -204,8 +223,8 @@ def commands() -> str:
 
 TABLES: Mapping[str, Callable[[], str]] = {
     "machines": machines, "recovery": recovery, "repetitions": repetitions, "first screen": first_screen,
-    "own recovery": own_recovery, "drill": drill, "storm": storm, "overhead": overhead, "speed": speed,
-    "snapshots": snapshots, "step counter": step_counter, "commands": commands,
+    "own recovery": own_recovery, "lightning": lightning, "drill": drill, "storm": storm, "overhead": overhead,
+    "speed": speed, "snapshots": snapshots, "step counter": step_counter, "commands": commands,
 }  # fmt: skip
 
 
