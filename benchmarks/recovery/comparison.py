@@ -103,7 +103,7 @@ def _fail(lane: Lane, kind: str, training: Training, cap: float) -> Outcome:
 
 
 def _wait_for_recovery(training: Training, failed_at: float, cap: float) -> step_log.Recovery | None:
-    """Wait until a training has made a step; None: its job has ended, or the time is over."""
+    """Wait until a training trains again; None: its job has ended, or the time is over."""
     looks_without_job = 0
     while looks_without_job < _MOST_LOOKS_WITHOUT_JOB and time.time() < failed_at + cap:
         for _ in range(_POLLS_PER_LOOK):

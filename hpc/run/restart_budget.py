@@ -14,8 +14,8 @@ FINAL_CAUSES = frozenset({Cause.COMPLETED, Cause.CANCELLED})
 # Failures count as being at the same step if they are at most this many steps apart: ranks report the last step that
 # they have finished, and a heartbeat is at most one step old.
 _SAME_STEP = 2
-# Pauses before the ranks restart after the first, second, ... failure without progress. Without pauses, a transient
-# fault of storage or a network would use up the budget, because it lasts longer than a start of the ranks.
+# Least seconds from one start of the ranks to the next after the first, second, ... failure without progress.
+# Otherwise, a transient fault of storage or a network would use up the budget: it lasts longer than a start.
 _PAUSES_SECONDS = (0.0, 10.0, 30.0, 90.0)
 # Ranks whose steps are unknown have made progress if they ran for longer than this. Ranks that hang from their start
 # end earlier, because torch's own timeout of a collective is half an hour for gloo.
@@ -81,6 +81,8 @@ class Budget:
     """The causes of the failures since the last progress, the newest last."""
     start_once: bool = False
     """Whether no interruption may be followed by a restart (--start-once)."""
+    ran_seconds: float = 0.0
+    """Seconds for which the ranks had run before the last interruption."""
     is_repeated: bool = False
     """Whether the last failure repeats the failure before it. If so, the run fails, even within its budget."""
 
@@ -103,7 +105,8 @@ class Budget:
         rule = _rule(self.cause)
         if rule is None or not rule.pauses:
             return 0.0
-        return _PAUSES_SECONDS[min(max(self.failures, 1), len(_PAUSES_SECONDS)) - 1]
+        least = _PAUSES_SECONDS[min(max(self.failures, 1), len(_PAUSES_SECONDS)) - 1]
+        return max(least - self.ran_seconds, 0.0)
 
     @property
     def used(self) -> list[str]:
@@ -138,7 +141,7 @@ def budget_after(history: Iterable[PastInterruption]) -> Budget:
             budget = Budget(cause=past.cause, row=row)
             continue
         repeated = before is not None and _is_same(before, past)
-        budget = Budget(cause=past.cause, row=(*row, past.cause), is_repeated=repeated)
+        budget = Budget(cause=past.cause, row=(*row, past.cause), ran_seconds=past.ran_seconds, is_repeated=repeated)
         before = past
     return budget
 

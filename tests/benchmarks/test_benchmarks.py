@@ -27,19 +27,20 @@ def steps(begin: float, pid: int, *numbers: int) -> list[dict[str, object]]:
 
 def test_a_recovery_is_the_first_step_of_ranks_started_after_the_failure() -> None:
     # The old rank makes a step after the failure: it counts as one that may be lost.
-    log = [start(0, 1, 0), *steps(1, 1, 1, 2, 3), *steps(5.0, 1, 4), start(9, 2, 2), *steps(10.5, 2, 3, 4)]
+    log = [start(0, 1, 0), *steps(1, 1, 1, 2, 3), *steps(5.0, 1, 4), start(9, 2, 2), *steps(10.5, 2, *range(3, 9))]
     found = step_log.recovery(log, failed_at=4.5)
     assert found == step_log.Recovery(seconds=6.0, steps_lost=2)
-    assert step_log.useful_steps(log) == 4
-    assert step_log.newest_step(log) == 4
+    assert step_log.useful_steps(log) == 8
+    assert step_log.newest_step(log) == 8
 
 
-def test_a_training_that_only_started_again_has_not_recovered() -> None:
-    log = [start(0, 1, 0), *steps(1, 1, 1, 2), start(6, 2, 2)]
+def test_a_training_that_stops_again_after_a_few_steps_has_not_recovered() -> None:
+    log = [start(0, 1, 0), *steps(1, 1, 1, 2), start(6, 2, 1), *steps(7, 2, 2, 3)]
     assert step_log.recovery(log, failed_at=4) is None
-    # It failed once more before its first step.
-    log += [start(8, 3, 0), *steps(9, 3, 1)]
-    assert step_log.recovery(log, failed_at=4) == step_log.Recovery(seconds=5.0, steps_lost=2)
+    log += [start(18, 3, 0), *steps(19, 3, *range(1, 6))]
+    assert step_log.recovery(log, failed_at=4) is None
+    log += steps(24, 3, 6)
+    assert step_log.recovery(log, failed_at=4) == step_log.Recovery(seconds=15.0, steps_lost=2)
 
 
 # --- speed ---

@@ -16,6 +16,8 @@ from typing import Any
 
 Entry = dict[str, Any]
 _TYPICAL_STEPS = 50
+# Ranks that end sooner after their first step have not recovered: a tool may start them at once, and end them again.
+_LASTING_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +25,7 @@ class Recovery:
     """How a training came back from a failure."""
 
     seconds: float
-    """The time from the failure to the first step of ranks that were started after it."""
+    """The time from the failure to the first step of ranks that were started after it and trained on."""
     steps_lost: int
     """Steps that rank 0 had made before, and that the restored state does not have."""
 
@@ -88,12 +90,15 @@ def recovery(log: Sequence[Entry], failed_at: float) -> Recovery | None:
     starts = [entry for entry in log if entry["event"] == "start" and entry["rank"] == 0 and entry["time"] > failed_at]
     pids = [entry["pid"] for entry in starts]
     steps = [entry for entry in log if entry["event"] == "step"]
-    first = next((entry for entry in steps if entry["time"] > failed_at and entry["pid"] in pids), None)
-    if first is None:
+    for start in starts:
+        own = [entry for entry in steps if entry["pid"] == start["pid"] and entry["time"] > start["time"]]
+        if own and own[-1]["time"] - own[0]["time"] >= _LASTING_SECONDS:
+            break
+    else:
         return None
-    start = next(entry for entry in reversed(starts) if entry["pid"] == first["pid"] and entry["time"] < first["time"])
+    [first, *_] = own
     # Steps that were still made after the failure count too: a preempted job may train on for its grace time.
-    before = [entry["step"] for entry in steps if entry["time"] < start["time"]]
+    before = [entry["step"] for entry in steps if entry["time"] < start["time"] and entry["pid"] not in pids]
     return Recovery(
         seconds=round(first["time"] - failed_at, 1),
         # An earlier start may have got further than the last one.

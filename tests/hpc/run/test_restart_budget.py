@@ -105,6 +105,8 @@ def test_pauses_grow() -> None:
     pauses = [budget_after([failed(None)] * failures).pause_seconds for failures in range(1, 6)]
     assert pauses == [0.0, 10.0, 30.0, 90.0, 90.0], "as docs/explanation/recovery.md says"
     assert budget_after([ended("node_failure", 20)] * 3).pause_seconds == 0.0, "other nodes need no rest"
+    ran = [budget_after([failed(None), replace(failed(None), ran_seconds=ran)]).pause_seconds for ran in (4.0, 60.0)]
+    assert ran == [6.0, 0.0], "ranks that trained met no fault that lasts longer than their start"
 
 
 def test_used_budgets() -> None:
