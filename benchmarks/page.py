@@ -30,9 +30,9 @@ def result(name: str) -> dict[str, Any]:
     return dict(json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")))
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, words: bool = False) -> str:
-    """Return a table in Markdown whose first column has words, and the others numbers unless `words`."""
-    return markdown(columns, rows, [index > 0 and not words for index in range(len(columns))])
+def _table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Return a table in Markdown whose first column has words, and the others numbers."""
+    return markdown(columns, rows, [index > 0 for index in range(len(columns))])
 
 
 def _number(value: float) -> str:
@@ -43,14 +43,15 @@ def machines() -> str:
     """Return where, when and with which versions the page was measured; the benchmarks may differ in the day alone."""
     found = [result(name) for name in _BENCHMARKS]
     facts = ("processor", "cores", "memory_gib", "slurm", "python", "torch", "commit")
-    [(processor, cores, memory, slurm, python, torch, commit)] = {
-        tuple(each["machine"][key] for key in facts) for each in found
-    }
+    [shared, *others] = dict.fromkeys(tuple(each["machine"][key] for key in facts) for each in found)
+    if others:
+        raise SystemExit(f"the results are not those of one state: {shared} and {others[0]}: type make bench")
+    processor, cores, memory, slurm, python, torch, commit = shared
     days = sorted({each["machine"]["date"] for each in found})
     rivals = result("recovery")["rivals"] | result("speed")["rivals"]
     versions = ", ".join(f"{name} {version}" for name, version in sorted(rivals.items()) if name != "torch")
     when = f"{' to '.join(dict.fromkeys((days[0], days[-1])))}, at commit `{commit}`"
-    where = f"{cores} cores of an {processor} with {memory} GB of memory, without a GPU"
+    where = f"{cores} cores of an {processor.replace('(R)', '')} with {memory} GB of memory, without a GPU"
     software = f"Debian 12, Slurm {slurm.rpartition(' ')[2]}, Python {python}, torch {torch}"
     return f"Measured on {when}, on {where}.\n\n{software}; {versions}."
 
@@ -79,7 +80,7 @@ def recovery() -> str:
 
 def _epoch() -> tuple[int, float]:
     """Return the steps of an epoch of the script, and the median seconds of a step."""
-    rows = [row for (_, name), row in _costs().items() if name == UNCHANGED]
+    rows = [row for (_, name), row in _costs().items() if name == UNCHANGED and row["steps_lost"]]
     return result("recovery")["epoch_steps"], median(row["work_lost_s"] / row["steps_lost"] for row in rows)
 
 
