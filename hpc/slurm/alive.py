@@ -1,17 +1,23 @@
 """Finds the jobs of a run that are alive, for code that is about to act on the run. Runs on the login node."""
 
 import os
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpc.base.errors import UserError
 from hpc.base.kernel import is_alive
+from hpc.base.text import visible
 from hpc.run.causes import JobState
 from hpc.run.events.history import History
 from hpc.run.events.kinds import Submitted
 from hpc.run.rundir import RunDir
 from hpc.slurm import squeue
 from hpc.slurm.squeue import SlurmJob, jobs_by_script
+
+# The longest wait for the end of the job of a run that has ended. Most jobs save and end sooner.
+_ENDING_SECONDS = 60.0
 
 
 def slurm_jobs(run: RunDir, jobs: Mapping[str, SlurmJob]) -> list[str]:
@@ -26,6 +32,26 @@ def local_jobs(run: RunDir) -> list[str]:
     """Return the process ids of a local run's submitit controllers that are alive on this machine."""
     submitted = [event for event in History.load(run).of(Submitted) if event.started]
     return [event.job_id for event in submitted if is_alive(event.job_id, event.started)]
+
+
+def job_of(run: RunDir) -> str | None:
+    """Return words that name the run's job, running or queued, or its local process; None if there is none."""
+    if run.script.exists():
+        listed = squeue.jobs()
+        found = [f"job {job_id}, which is {listed[job_id].state.lower()}" for job_id in slurm_jobs(run, listed)]
+    else:
+        found = [f"process {pid}" for pid in local_jobs(run)]
+    return next(iter(found), None)
+
+
+def wait_for_end(run: RunDir) -> None:
+    """If the run has ended, wait up to a minute for the end of its job, which outlives the run's last event."""
+    if History.load(run).outcome is None or not (job := job_of(run)):
+        return
+    print(visible(f"run {run.name} is ending: waiting for the end of {job}"), file=sys.stderr)
+    deadline = time.monotonic() + _ENDING_SECONDS
+    while job_of(run) and time.monotonic() < deadline:
+        time.sleep(1)
 
 
 def _may_be_job_of(run: RunDir, job: SlurmJob) -> bool:

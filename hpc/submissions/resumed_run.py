@@ -8,7 +8,6 @@ import dataclasses
 import os
 import shlex
 import sys
-import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -33,8 +32,8 @@ from hpc.run.events.resumption import next_resumption, resumption_file
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec, program_of
 from hpc.services.notification.recipients import with_known_names
-from hpc.slurm import bad_nodes, handover, squeue
-from hpc.slurm.alive import local_jobs, slurm_jobs
+from hpc.slurm import bad_nodes, handover
+from hpc.slurm.alive import job_of, wait_for_end
 from hpc.slurm.executor import SlurmExecutor, start_local
 from hpc.slurm.predecessors import redirect_waiting_jobs
 from hpc.submissions import checks
@@ -42,9 +41,6 @@ from hpc.submissions.new_run import preemption_grace
 from hpc.submissions.options import JobFlags
 from hpc.submissions.resources import complete
 from hpc.submissions.user_code.code_copy import has_damaged_packages, prepare_code, replace_code, restore_code
-
-# The longest wait for the end of a cancelled job. Most jobs save and end sooner.
-_ENDING_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +88,7 @@ def resume_run(options: ResumeOptions) -> tuple[RunDir, dict[str, Any]]:
     before = RunSpec.load(run)
     restore_code(run)
     seen = History.load(run)
-    _wait_for_end(run, before, seen)
+    wait_for_end(run)
     # The ledger is read before squeue. If another process submits a job in between, squeue shows the job. If it submits
     # one later, our claim fails.
     history = History.load(run)
@@ -121,26 +117,6 @@ def resume_run(options: ResumeOptions) -> tuple[RunDir, dict[str, Any]]:
 # --- what must hold ---
 
 
-def _wait_for_end(run: RunDir, spec: RunSpec, history: History) -> None:
-    """If the run is cancelled or complete, wait up to a minute for the end of its job, which may still save."""
-    if not (history.is_cancelled or history.complete) or not (job := _job_of(run, spec)):
-        return
-    print(visible(f"run {run.name} is ending: waiting for the end of {job}"), file=sys.stderr)
-    deadline = time.monotonic() + _ENDING_SECONDS
-    while _job_of(run, spec) and time.monotonic() < deadline:
-        time.sleep(1)
-
-
-def _job_of(run: RunDir, spec: RunSpec) -> str | None:
-    """Return words that name the run's job, running or queued, or its local process; None if there is none."""
-    if spec.cluster == "slurm":
-        listed = squeue.jobs()
-        found = [f"job {job_id}, which is {listed[job_id].state.lower()}" for job_id in slurm_jobs(run, listed)]
-    else:
-        found = [f"process {pid}" for pid in local_jobs(run)]
-    return next(iter(found), None)
-
-
 def _check_has_ended(run: RunDir, spec: RunSpec, history: History, typed: str) -> None:
     """Refuse a run that was cancelled for good, has a job, was copied or moved, or has lost its saved state.
 
@@ -150,7 +126,7 @@ def _check_has_ended(run: RunDir, spec: RunSpec, history: History, typed: str) -
         raise UserError(
             f"run {run.name} was cancelled with --final: continue under a new name with hpc fork {typed} --name NEW"
         )
-    if job := _job_of(run, spec):
+    if job := job_of(run):
         raise UserError(
             f"run {run.name} has {job}: hpc resume is for runs that have ended; type hpc cancel {typed}, and repeat "
             "hpc resume"

@@ -32,7 +32,7 @@ from hpc.commands import cli
 from hpc.run.events.history import State
 from hpc.run.ownership import check_is_own
 from hpc.run.rundir import RunDir
-from hpc.slurm.alive import local_jobs, slurm_jobs
+from hpc.slurm.alive import local_jobs, slurm_jobs, wait_for_end
 from hpc.slurm.squeue import SlurmJob
 from hpc.status.run_view import StatusCache
 from hpc.status.summary import TERMINAL
@@ -121,6 +121,9 @@ def _chosen(options: CleanOptions) -> list[Holding]:
     for run in runs:
         state = states.get(str(run.path), "running")
         problem = why_it_stays(run, state, jobs)
+        if problem and options.run and state in TERMINAL and _alive(run, jobs):
+            wait_for_end(run)
+            problem = _why_it_stays_now(run, state)
         if problem and options.run:
             raise UserError(problem)
         if not problem and state in wanted and (holding := _holding(run, state)).last_used <= oldest:
@@ -146,11 +149,15 @@ def why_it_stays(run: RunDir, state: str, jobs: Mapping[str, SlurmJob] | None) -
         return str(error)
     if run.script.exists() and jobs is None:
         return f"run {run.name} was submitted to Slurm and may have a job: type this on a machine with Slurm"
-    alive = local_jobs(run) + (slurm_jobs(run, jobs) if jobs else [])
+    alive = _alive(run, jobs)
     if state in TERMINAL and not alive:
         return ""
     what = f"has job {alive[0]}" if alive else f"is {state}"
     return f"run {run.name} {what}: type hpc cancel {run.name}, and repeat hpc clean when it has ended"
+
+
+def _alive(run: RunDir, jobs: Mapping[str, SlurmJob] | None) -> list[str]:
+    return local_jobs(run) + (slurm_jobs(run, jobs) if jobs else [])
 
 
 def _holding(run: RunDir, state: State) -> Holding:

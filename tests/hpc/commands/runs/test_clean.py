@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import subprocess
 import time
 import uuid
 from collections.abc import Iterator
@@ -162,6 +163,18 @@ def test_running_run_and_that_of_another_user_stay(site: Site) -> None:
         assert "belongs to nobody" in refused(site, "clean", "small", "--yes")
     assert "busy" not in listed(site, "--state=completed,failed,cancelled")
     assert "small" not in listed(site) or os.getuid() != 0
+
+
+def test_end_of_a_jobs_last_process_is_waited_for(site: Site) -> None:
+    """The controller of a local run, and the job of a run on Slurm, outlive the run's last event."""
+    with subprocess.Popen(["sleep", "3"]) as controller:
+        pid = str(controller.pid)
+        write_events(
+            RunDir(site.path / "runs/small"), submitted(job_id=pid, cluster="local", started=start_time(controller.pid))
+        )
+        done = site.hpc("clean", "small", "--yes")
+    assert (done.returncode, there(site)) == (0, ALL - {"small"}), done.stderr
+    assert done.stderr == f"run small is ending: waiting for the end of process {pid}\n"
 
 
 def test_run_that_is_resumed_while_another_is_removed_stays(site: Site) -> None:

@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support.cluster import ROOT, Run, Site, fill, mounted_volume
@@ -55,8 +56,9 @@ def test_run_is_cancelled_though_its_copy_was_and_scancel_fails(site: Site) -> N
     assert done.returncode == 1
     assert f"job {run.job_id} may still run: scancel: error: Socket timed out; type hpc" in done.stderr
     assert run.events("cancelled")
-    for verb in ("clean", "resume"):
-        refused = site.hpc(verb, "run", *(["--yes"] if verb == "clean" else []))
+    with ThreadPoolExecutor() as pool:  # each waits a minute for the end of the job
+        ended = [pool.submit(site.hpc, *words, "run") for words in (["clean", "--yes"], ["resume"])]
+    for refused in (future.result() for future in ended):
         assert (refused.returncode, f"run run has job {run.job_id}" in refused.stderr) == (2, True), refused.stderr
     run.cancel()
 
