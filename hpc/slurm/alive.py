@@ -44,7 +44,7 @@ def job_of(run: RunDir) -> str | None:
     return next(iter(found), None)
 
 
-def wait_for_end(run: RunDir) -> None:
+def wait_for_ending_job(run: RunDir) -> None:
     """If the run has ended, wait up to a minute for the end of its job, which outlives the run's last event."""
     if History.load(run).outcome is None or not (job := job_of(run)):
         return

@@ -33,7 +33,7 @@ from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec, program_of
 from hpc.services.notification.recipients import with_known_names
 from hpc.slurm import bad_nodes, handover
-from hpc.slurm.alive import job_of, wait_for_end
+from hpc.slurm.alive import job_of, wait_for_ending_job
 from hpc.slurm.executor import SlurmExecutor, start_local
 from hpc.slurm.predecessors import redirect_waiting_jobs
 from hpc.submissions import checks
@@ -88,7 +88,7 @@ def resume_run(options: ResumeOptions) -> tuple[RunDir, dict[str, Any]]:
     before = RunSpec.load(run)
     restore_code(run)
     seen = History.load(run)
-    wait_for_end(run)
+    wait_for_ending_job(run)
     # The ledger is read before squeue. If another process submits a job in between, squeue shows the job. If it submits
     # one later, our claim fails.
     history = History.load(run)

@@ -32,7 +32,7 @@ from hpc.commands import cli
 from hpc.run.events.history import State
 from hpc.run.ownership import check_is_own
 from hpc.run.rundir import RunDir
-from hpc.slurm.alive import local_jobs, slurm_jobs, wait_for_end
+from hpc.slurm.alive import local_jobs, slurm_jobs, wait_for_ending_job
 from hpc.slurm.squeue import SlurmJob
 from hpc.status.run_view import StatusCache
 from hpc.status.summary import TERMINAL
@@ -122,7 +122,7 @@ def _chosen(options: CleanOptions) -> list[Holding]:
         state = states.get(str(run.path), "running")
         problem = why_it_stays(run, state, jobs)
         if problem and options.run and state in TERMINAL and _alive(run, jobs):
-            wait_for_end(run)
+            wait_for_ending_job(run)
             problem = _why_it_stays_now(run, state)
         if problem and options.run:
             raise UserError(problem)
