@@ -514,6 +514,7 @@ def _allocation(_environment: Any) -> NodeAllocation:
 _REPLACED: dict[str, Any] = {
     "hpc.base.files.open": _open,
     "hpc.base.kernel._CLOCK_OFFSET": EPOCH,
+    "hpc.slurm.alive.print": lambda text, **_: Cluster.present().tell(text),
     "hpc.slurm.client.complete": lambda *command, **_: Cluster.present().slurm.complete(*command),
     "hpc.slurm.client.makes_job_directories": lambda: False,
     "hpc.slurm.handover.is_alive": _is_alive,
