@@ -58,6 +58,6 @@ class StopRequest:
             return spec.recovery.grace_period.seconds
         if not self.is_last:
             return spec.stop_lead_seconds - REQUEUE_SECONDS
-        # Use the grace time of the run's partition, from the newest submission that found one.
+        # The newest submission that found one knows what a preemption grants, of the partition or of the cluster.
         graces = [event.grace_seconds for event in reversed(history.of(Submitted))]
         return save_timeout_seconds(next(filter(None, graces), KILL_WAIT_SECONDS))

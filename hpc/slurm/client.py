@@ -166,15 +166,22 @@ def show_partition(name: str) -> dict[str, str]:
     return parse_fields(run("scontrol", "--oneliner", "show", "partition", name))
 
 
-def grace_seconds(fields: Fields) -> int | None:
-    """Return the seconds from SIGTERM to SIGKILL on preemption, by the fields of a partition.
+def grace_seconds(partition: Fields, config: Fields) -> int | None:
+    """Return the seconds from SIGTERM to SIGKILL on preemption, by the fields of a partition and of the configuration.
 
-    Returns None if the partition sets no GraceTime, or if preemption neither cancels nor requeues its jobs.
+    Returns None if preemption neither cancels nor requeues the jobs of the partition, or if the fields do not tell.
     """
-    # If GraceTime is 0, the default, KillWait applies as for every ending job. The modes SUSPEND and OFF end no job.
-    # Since 25.05, the mode may be PRIORITY,REQUEUE.
-    modes, grace = fields.get("PreemptMode", "").split(","), fields.get("GraceTime", "")
-    return int(grace) or None if grace.isdigit() and not {"CANCEL", "REQUEUE"}.isdisjoint(modes) else None
+    # Since 25.05, the mode may be PRIORITY,REQUEUE. The modes SUSPEND and OFF end no job.
+    if {"CANCEL", "REQUEUE"}.isdisjoint(partition.get("PreemptMode", "").split(",")):
+        return None
+    # If GraceTime is 0, the default, KillWait applies as for every ending job.
+    return leading_number(partition, "GraceTime") or leading_number(config, "KillWait") or None
+
+
+def leading_number(fields: Fields, name: str) -> int | None:
+    """Return the number with which a field begins (`30 sec`); None if the field begins with no number or is missing."""
+    match = re.match(r"\d+", fields.get(name, ""))
+    return int(match[0]) if match else None
 
 
 def parse_fields(text: str) -> dict[str, str]:

@@ -181,7 +181,7 @@ def preemption_grace(spec: RunSpec) -> int | None:
     """
     if spec.cluster == "slurm" and spec.resources.partition is not None:
         with suppress(TorchrelayError):
-            return slurm.grace_seconds(slurm.show_partition(spec.resources.partition))
+            return slurm.grace_seconds(slurm.show_partition(spec.resources.partition), slurm.show_config())
     return None
 
 

@@ -119,6 +119,8 @@ class Cluster(World):
 
     def submit(self, run: RunDir) -> int:
         """Submit the first job of a run; if Slurm does not accept it, a person types `hpc submit` again."""
+        from hpc.submissions.new_run import preemption_grace
+
         try:
             job_id = self.slurm.run("sbatch", *submission.requeue_options(), str(run.script)).strip()
         except TorchrelayError as error:
@@ -128,7 +130,7 @@ class Cluster(World):
             if not queued:
                 return self.submit(run)
             job_id = queued[-1]
-        grace = int(self.slurm.configuration.grace_seconds) or None
+        grace = preemption_grace(RunSpec.load(run))
         submitted = Submitted(job_id=job_id, cluster="slurm", stop_lead_seconds=30, grace_seconds=grace)
         try:
             EventWriter(run.events / "submit.jsonl").append(submitted)

@@ -37,6 +37,11 @@ KNOWN = {
     ),
     # The agents took the end of the job for a cancellation, and nothing continued the run.
     "the batch script is killed": _plan(Fault(at=20.0, kind="kill-script")),
+    # Agents took KillWait for Slurm's default, and waited for ranks until Slurm killed them all.
+    "a job is preempted while its ranks start, and KillWait is short": _plan(
+        Fault(at=2.0, after=_STARTS, kind="preempt"), attempts=2,
+        configuration={"preempt_mode": "CANCEL", "grace_seconds": 0.0, "kill_wait": 5.0},
+    ),
     # Nobody recorded the end, so that no message told of it.
     "the agents are killed when the trainer has finished": _plan(
         Fault(at=1.0, after=_DONE, kind="doom-agent", host="gpu01", number=1), is_script=False, notifies=True,

@@ -368,6 +368,7 @@ class Slurm:
         delay = f"AuthInfo = cred_expire={seconds}\nJobContainerType = (null)\n"
         if self.configuration.has_delay_setting:
             delay = f"AuthInfo = (null)\nSchedulerParameters = requeue_delay={seconds}\nNamespaceType = (null)\n"
+        delay += f"KillWait = {self.configuration.kill_wait:.0f} sec\n"
         return f"{delay}SlurmctldParameters = {'enable_expedited_requeue' if expedites else '(null)'}\n"
 
     def _nodes(self, *options: str) -> str:

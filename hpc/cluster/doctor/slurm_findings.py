@@ -1,6 +1,5 @@
 """Queries a cluster's configuration for `hpc doctor`, and judges it by a table of checks. Runs on the login node."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -8,7 +7,13 @@ from hpc.base.errors import UserError
 from hpc.cluster.doctor.findings import Check, Finding, costs, note, ok
 from hpc.run.stop_times import KILL_WAIT_SECONDS, save_timeout_seconds
 from hpc.slurm import client
-from hpc.slurm.client import LONG_REQUEUE_DELAY_SECONDS, Fields, expedites_requeues, requeue_delay_seconds
+from hpc.slurm.client import (
+    LONG_REQUEUE_DELAY_SECONDS,
+    Fields,
+    expedites_requeues,
+    leading_number,
+    requeue_delay_seconds,
+)
 
 _MIN_SAVE_SECONDS = 10.0
 _LONG_TIMEOUT_SECONDS = 60
@@ -47,12 +52,6 @@ def choose_partition(name: str | None, partitions: Sequence[Fields]) -> Fields:
     raise UserError(f"{problem}: use --partition with one of {names}")
 
 
-def leading_number(fields: Fields, name: str) -> int | None:
-    """Return the number with which a field begins (`30 sec`); None if the field begins with no number or is missing."""
-    match = re.match(r"\d+", fields.get(name, ""))
-    return int(match[0]) if match else None
-
-
 def _ask(cluster: ClusterConfig, setting: str) -> str:
     name = cluster.partition.get("PartitionName", "...")
     return f"ask the administrators for {setting} in the line PartitionName={name} of slurm.conf"
@@ -68,16 +67,6 @@ def may_be_preempted(cluster: ClusterConfig) -> bool | None:
     return not kind.endswith("/none") and higher and mode != "OFF" and "SUSPEND" not in mode
 
 
-def seconds_to_save(grace: int, kill_wait: int | None) -> float:
-    """Return how many seconds a preemption gives ranks for saving: by GraceTime or, if GraceTime is 0, by KillWait.
-
-    Agents do not know KillWait and assume Slurm's default, so a longer KillWait gives the ranks no more time.
-    """
-    if grace:
-        return save_timeout_seconds(grace)
-    return min(save_timeout_seconds(KILL_WAIT_SECONDS), KILL_WAIT_SECONDS if kill_wait is None else kill_wait)
-
-
 def _preemption(cluster: ClusterConfig) -> Finding | None:
     config, partition = cluster.config, cluster.partition
     if config.get("PreemptType", "").endswith("/qos"):
@@ -91,7 +80,7 @@ def _preemption(cluster: ClusterConfig) -> Finding | None:
         return None
     if not preempted:
         return ok("jobs of this partition are not preempted")
-    seconds = seconds_to_save(grace, leading_number(config, "KillWait"))
+    seconds = save_timeout_seconds(client.grace_seconds(partition, config) or KILL_WAIT_SECONDS)
     value = f"GraceTime={grace}: {seconds:g} s to save on preemption"
     if seconds >= _MIN_SAVE_SECONDS and grace > 0:
         return ok(value)

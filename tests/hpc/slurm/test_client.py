@@ -150,13 +150,15 @@ PARTITION = "PartitionName=gpu AllowGroups=ALL Default=YES GraceTime={grace} Pre
     [
         ("20", "REQUEUE", 20),
         ("60", "CANCEL", 60),
-        ("0", "REQUEUE", None),
+        ("0", "REQUEUE", 15),
+        ("0", "PRIORITY,CANCEL", 15),
         ("20", "OFF", None),
         ("20", "GANG,SUSPEND", None),
     ],
 )
 def test_grace_of_a_preemption(grace: str, mode: str, seconds: int | None) -> None:
-    assert slurm.grace_seconds(slurm.parse_fields(PARTITION.format(grace=grace, mode=mode))) == seconds
+    partition = slurm.parse_fields(PARTITION.format(grace=grace, mode=mode))
+    assert slurm.grace_seconds(partition, {"KillWait": "15 sec"}) == seconds
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from hpc.base.errors import UserError
 from hpc.base.node_info import NodeInfo
 from hpc.cluster.doctor.findings import OF_LOGIN, Finding, LoginNode, Severity, judge, merge
 from hpc.cluster.doctor.node_findings import OF_NODE, compare
-from hpc.cluster.doctor.slurm_findings import OF_SLURM, ClusterConfig, choose_partition, leading_number
-from hpc.slurm.client import parse_config, parse_records
+from hpc.cluster.doctor.slurm_findings import OF_SLURM, ClusterConfig, choose_partition
+from hpc.slurm.client import leading_number, parse_config, parse_records
 
 # As Slurm 22.05.8 prints them, shortened.
 CONFIG = """Configuration data as of 2026-11-21T18:38:39
@@ -88,8 +88,8 @@ TEXTS = {
     ("check", "config", "partition", "severity", "words"),
     [
         ("preemption", {}, {}, "ok", ["GraceTime=20: 10 s to save"]),
-        ("preemption", {}, NO_GRACE, "note", ["15 s to save", "PartitionName=gpu", "GraceTime=60"]),
-        ("preemption", TEXTS["wait 60"], NO_GRACE, "note", ["20 s to save"]),
+        ("preemption", {}, NO_GRACE, "note", ["7.5 s to save", "PartitionName=gpu", "GraceTime=60"]),
+        ("preemption", TEXTS["wait 60"], NO_GRACE, "note", ["50 s to save"]),
         ("preemption", {}, NOT_PREEMPTED, "ok", ["not preempted"]),
         ("preemption", {}, {**NO_GRACE, "PriorityTier": "10"}, "ok", ["not preempted"]),
         ("preemption", TEXTS["qos"], NO_GRACE, "note", ["sacctmgr show qos"]),
