@@ -35,14 +35,18 @@ def assert_same(one: Path, other: Path) -> None:
     assert [part for part in compare_runs(RunDir(one), RunDir(other)) if part.difference] == []
 
 
-def slow_steps(seconds: float = 0.03, most: int = 1000) -> None:
-    """In a rank: make steps slower than writing a snapshot; after `most` of them, wait to be killed."""
+def slow_steps(seconds: float = 0.03, most: int = 1000, fast: int = 1000) -> None:
+    """In a rank: make steps slower than writing a snapshot, after `fast` ones even on a busy core.
+
+    After `most` of them, wait to be killed.
+    """
     from training.engine.step import Stepper
 
     step, numbers = Stepper.step, count(1)
 
     def slow_step(stepper: Stepper, *arguments: Any) -> None:
-        time.sleep(seconds if next(numbers) <= most else 600)
+        number = next(numbers)
+        time.sleep(600 if number > most else 0.5 if number > fast else seconds)
         step(stepper, *arguments)
 
     Stepper.step = slow_step  # type: ignore[method-assign]
@@ -66,7 +70,7 @@ def killed_once(idx_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Tra
     node = start.directory / "node"
     node.mkdir(mode=0o700)
     flags = (*FLAGS, f"--snapshot-every={EVERY}", f"--node-dir={node}")
-    training = start(*flags, world_size=2, prepare=partial(slow_steps, most=53))
+    training = start(*flags, world_size=2, prepare=partial(slow_steps, most=53, fast=27))
     # On a busy machine, some steps have no snapshot.
     training.wait_until(lambda: any(step > 27 for step in steps_of(NodeDir(node))[1:]))
     training.kill()
