@@ -103,6 +103,9 @@ class Coordinator:
         self._starts = RankStarts()
         self._patience = Patience(node)
         self._is_silent = False
+        # Ranks that hang since before this time are being replaced, in steady_time(). The loss of a node does not count:
+        # if the node is back before the next round, its ranks go on, and so does their hang.
+        self._replaced_until = 0.0
         # Since when something waits, in time.monotonic().
         self._began = time.monotonic()
         self._announced = self._began
@@ -312,6 +315,7 @@ class Coordinator:
         step = failure.step if root.step is None else root.step
         counted = None if self.counted.is_reported else max(self.counted.done or 0, root.counted_steps or 0) or None
         self._notice(structs.replace(failure, step=step, counted_steps=counted))
+        self._replaced_until = max(self._replaced_until, root.failed_at)
 
     def _all_heard(self) -> bool:
         """Return whether every other member that takes part and is not lost has just reported."""
@@ -321,13 +325,13 @@ class Coordinator:
 
     def _abort_hung_ranks(self, view: AttemptView) -> None:
         """Have all ranks killed if some hang. torchrun restarts them, except on a node where they cannot be killed."""
-        if view.lost & {*view.directive.members} or not self._all_heard():
-            return  # the ranks wait for a node that is or may be dead
+        if view.lost & {*view.directive.members} or view.directive.paused or not self._all_heard():
+            return  # the ranks wait for a node that is or may be dead, or are being killed
         hang = find_hang(view.heartbeats, self._node.spec.recovery.hang_timeout.typed)
         if hang is None or self._stop:
             return
         # A hang that began before the last interruption belongs to it: those ranks are being killed and restarted.
-        if self._root_failure.explained_until > steady_time() - hang.seconds:
+        if self._replaced_until > steady_time() - hang.seconds:
             return
         nodes = {node for rank in hang.unkillable if (node := view.node_of(rank)) is not None}
         # If several nodes are stuck, the cause is the storage that they share.
@@ -345,7 +349,7 @@ class Coordinator:
         )  # fmt: skip
         self._notice(failure)
         # All ranks started until now are killed, so their failures are explained.
-        self._root_failure.explained_until = self._root_failure.aborted_at = steady_time()
+        self._replaced_until = self._root_failure.explained_until = self._root_failure.aborted_at = steady_time()
 
     def _failure(self, cause: Cause, failed_at: float, detail: str, **fields: Any) -> Interrupted:
         return Interrupted(
@@ -466,7 +470,7 @@ class Coordinator:
             # A spare that is checked now can replace a lost node without another preflight.
             members = (*members, *(rank for rank in view.able if rank not in members))
         # The agents have killed the ranks of the last round, or kill them now, so their ends are not failures.
-        self._root_failure.explained_until = steady_time()
+        self._replaced_until = self._root_failure.explained_until = steady_time()
         host = self._server.address(members[0])
         self._direct(
             round=number, members=members, saver=members[0], host=host, port=port, preflight=preflight, paused=False

@@ -42,6 +42,11 @@ KNOWN = {
         Fault(at=2.0, after=_STARTS, kind="preempt"), attempts=2,
         configuration={"preempt_mode": "CANCEL", "grace_seconds": 0.0, "kill_wait": 5.0},
     ),
+    # The hang counted as part of the loss, though the ranks went on. So the job waited until its time limit.
+    "ranks hang, and a node is out of reach for a moment": _plan(
+        Fault(at=10.0, after=_TRAINS, kind="hang", host="gpu02"),
+        Fault(at=2.0, after="fails: hang", kind="suspend", host="gpu02", seconds=6.0),
+    ),
     # Nobody recorded the end, so that no message told of it.
     "the agents are killed when the trainer has finished": _plan(
         Fault(at=1.0, after=_DONE, kind="doom-agent", host="gpu01", number=1), is_script=False, notifies=True,
