@@ -103,8 +103,8 @@ class Coordinator:
         self._starts = RankStarts()
         self._patience = Patience(node)
         self._is_silent = False
-        # Ranks that hang since before this time are being replaced, in steady_time(). The loss of a node does not count:
-        # if the node is back before the next round, its ranks go on, and so does their hang.
+        # Ranks that have hung since before this time are being replaced, in steady_time(). The loss of a node does not
+        # count: if the node is back before the next round, its ranks go on, and so does their hang.
         self._replaced_until = 0.0
         # Since when something waits, in time.monotonic().
         self._began = time.monotonic()
