@@ -58,6 +58,6 @@ class StopRequest:
             return spec.recovery.grace_period.seconds
         if not self.is_last:
             return spec.stop_lead_seconds - REQUEUE_SECONDS
-        # The newest submission that found one knows what a preemption grants, of the partition or of the cluster.
+        # The newest submission that found a time has it from the partition (GraceTime) or the cluster (KillWait).
         graces = [event.grace_seconds for event in reversed(history.of(Submitted))]
         return save_timeout_seconds(next(filter(None, graces), KILL_WAIT_SECONDS))

@@ -315,7 +315,7 @@ class Coordinator:
         step = failure.step if root.step is None else root.step
         counted = None if self.counted.is_reported else max(self.counted.done or 0, root.counted_steps or 0) or None
         self._notice(structs.replace(failure, step=step, counted_steps=counted))
-        self._replaced_until = max(self._replaced_until, root.failed_at)
+        self._replaced_until = self._root_failure.explained_until
 
     def _all_heard(self) -> bool:
         """Return whether every other member that takes part and is not lost has just reported."""
