@@ -69,7 +69,7 @@ def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coo
     if coordinator.run_is_gone:
         log(f"{node.run.path} was deleted, moved or replaced while the run used it: this job ends")
         if node.on_slurm:
-            end_job(node)
+            end_job(node.allocation.job_id)
         return 1
     failure = coordinator.failure
     fields = dict[str, Any]()
@@ -262,7 +262,7 @@ def take_over(node: NodeAttempt, channel: ControlClient, monitor: NodeMonitor) -
     save_snapshot(node, monitor.node_dir)
     nodes = LostNodes(lost=[host], alive=[host] if channel.first_node_has_ended else [])
     if not node.history().may_restart or not start_next_attempt(node, nodes):
-        end_job(node)
+        end_job(node.allocation.job_id)
     notify(node)
     return 0
 
@@ -283,7 +283,7 @@ def replace_job_without_first_node(run: RunDir, spec: RunSpec, allocation: NodeA
     )
     if record_end(node, ended):
         if not start_next_attempt(node, LostNodes(lost=[allocation.first_node])):
-            end_job(node)
+            end_job(node.allocation.job_id)
         notify(node)
     return 0
 
@@ -359,7 +359,7 @@ def _end_replaced_job(node: NodeAttempt, monitor: NodeMonitor) -> None:
             return
         time.sleep(_CONFIRM_POLL_SECONDS)
     if _is_running(node):
-        end_job(node)
+        end_job(node.allocation.job_id)
 
 
 def _is_running(node: NodeAttempt) -> bool:

@@ -166,8 +166,12 @@ def _resubmit(node: NodeAttempt, avoid: list[str], why: str | None) -> None:
     new = next(begun, None) or handover.submit_next_job(node.run, node.spec, excluded, old)
     node.record(Resubmitted(job_id=new, old_job_id=job_id, excluded=tuple(excluded), detail=why))
     redirect(node, (job_id, new))
-    log(f"the run continues in job {new}; this one ends" + (f" ({why})" if why else ""))
-    end_job(node)
+    if is_cancelled_now(node.run):  # `hpc cancel` may have looked for jobs before sbatch
+        log(f"the run was cancelled: job {new} and this one end")
+        end_job(new)
+    else:
+        log(f"the run continues in job {new}; this one ends" + (f" ({why})" if why else ""))
+    end_job(job_id)
 
 
 def redirect(node: NodeAttempt, replaced: tuple[str, str] | None = None) -> None:
@@ -191,10 +195,9 @@ def _end_and_resubmit(node: NodeAttempt, avoid: list[str], why: str | None) -> N
     _resubmit(node, avoid, why)
 
 
-def end_job(node: NodeAttempt) -> None:
-    """End this job, which can do nothing more, so that it does not keep its nodes."""
-    job_id = node.allocation.job_id
+def end_job(job_id: str) -> None:
+    """End a job of the run that can do nothing more, so that it does not keep its nodes."""
     try:
         ask_slurm(lambda: slurm.cancel(job_id), SLURM_SECONDS)
     except TorchrelayError as error:
-        log(f"this job has nothing left to do but could not be cancelled: type scancel {job_id} ({error})")
+        log(f"job {job_id} has nothing left to do but could not be cancelled: type scancel {job_id} ({error})")

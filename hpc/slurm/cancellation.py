@@ -1,8 +1,8 @@
 """Cancels a run at its user's request. Runs on the login node.
 
-Slurm ends the run's jobs first, which works on a full disk too. Then the event `Cancelled` keeps agents and supervisors
-from continuing the run, and ends agents that scancel did not reach. For a local run the event comes first: without it,
-the agents would take the signal for a request to requeue.
+The event `Cancelled` comes first: it keeps agents and supervisors from continuing the run, and ends agents that scancel
+does not reach. An agent that submits a job at this moment looks for the event afterwards, so that one of the two sees
+the other's act. On a full disk the event cannot be recorded, but the run's jobs are cancelled all the same.
 """
 
 import os
@@ -25,17 +25,19 @@ _OVER = frozenset({"completed", "cancelled"})
 def cancel_run(run: RunDir, before: str, *, final: bool = False) -> bool:
     """Cancel a run, whose state is `before`. Return False if it was complete or cancelled. Raises TorchrelayError."""
     on_slurm = RunSpec.load(run).cluster == "slurm"
-    problems = _end_jobs(run) if on_slurm else []
     # A failed run is cancelled, too, because a supervisor may be about to submit its next job.
     is_new = before not in _OVER or (final and before == "cancelled" and not History.load(run).is_cancelled_for_good)
     # If scancel ended the run, no outcome is recorded, and the runs that wait for it do not know that it has ended.
     is_new = is_new or recorded_outcome(run) is None
+    problems = list[str]()
     # A cancelled run is cancelled again: an `hpc resume` under way takes back only cancellations that it has seen.
     if is_new or before == "cancelled":
         try:
             EventWriter(run.cancellation).append(Cancelled(final=final))
         except OSError as error:
             problems.append(f"the cancellation cannot be recorded, so the run may continue: {error}")
+    if on_slurm:
+        problems += _end_jobs(run)
     if on_slurm and not problems:
         # Let runs that wait for this one start, even if it had no job that Slurm could end.
         try:

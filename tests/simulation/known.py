@@ -47,6 +47,13 @@ KNOWN = {
         Fault(at=10.0, after=_TRAINS, kind="hang", host="gpu02"),
         Fault(at=2.0, after="fails: hang", kind="suspend", host="gpu02", seconds=6.0),
     ),
+    # The job that an agent submitted after `hpc cancel` had looked for jobs waited in the queue.
+    "a run is cancelled just before its next job is submitted": _plan(
+        Fault(at=10.0, after=_TRAINS, kind="isolate", host="gpu02", seconds=60.0),
+        Fault(at=0.1, after="attempt 1 ended: node_failure", kind="cancel"),
+        _kill_host(10.0, after="hpc cancel has ended"),
+        configuration={"nodes": ("gpu01", "gpu02", "gpu03"), "slurmd_timeout": 300.0},
+    ),
     # Nobody recorded the end, so that no message told of it.
     "the agents are killed when the trainer has finished": _plan(
         Fault(at=1.0, after=_DONE, kind="doom-agent", host="gpu01", number=1), is_script=False, notifies=True,

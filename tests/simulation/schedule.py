@@ -459,10 +459,12 @@ class Schedule:
                 self._violate(f"the next run has begun, and this one is {outcome or 'not over'}")
 
     def _check_jobs(self) -> None:
-        """One job of the run at a time; none after a cancellation."""
+        """One job of the run at a time, apart from jobs that wait; none after a cancellation."""
         cluster = self.cluster
         alive = [job for job in self._jobs() if job.waits or job.state is State.RUNNING]
-        self._two_since = (self._two_since or cluster.now) if len(alive) > 1 else None
+        # Two jobs that both wait cost nothing: the old one may wait for a node after the death of its own.
+        are_two = len(alive) > 1 and any(not job.waits for job in alive)
+        self._two_since = (self._two_since or cluster.now) if are_two else None
         two_for = cluster.now - self._two_since if self._two_since and not self._may_have_two_jobs() else 0.0
         if two_for > _TWO_JOBS_SECONDS and not self._was_cut_off(cluster.now):
             self._violate(f"{len(alive)} jobs of the run are in the queue")
