@@ -41,8 +41,9 @@ def found(fix: dict[str, Any], *arguments: str) -> str | None:
             command = [sys.executable, "-m", "tests.simulation", "--until-first", *which]
             done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
             if done.returncode:
-                first = re.search(r"^(.*seed \d+: .*)", done.stdout, re.MULTILINE)
-                return first[1] if first else done.stderr.strip().splitlines()[-1]
+                if (first := re.search(r"^(.*seed \d+: .*)", done.stdout, re.MULTILINE)) is None:
+                    raise RuntimeError(f"the simulation itself failed:\n{done.stderr}")
+                return first[1]
     return None
 
 

@@ -103,8 +103,9 @@ KNOWN = {
     "the supervisor's sbatch is carried out, and its reply is lost": _plan(
         _kill_host(5.0, _TRAINS, "gpu02"), _kill_host(18.0, _TRAINS),
         Fault(at=57.0, after=_TRAINS, kind="lost-submission"),
+        Fault(at=1.0, after="its reply is lost", kind="controller-away", seconds=90.0),
         Fault(at=60.0, after="gpu01 dies", kind="revive", host="gpu01"),
-        is_helped=True, nodes="1:2", configuration={"nodes": ("gpu01", "gpu02"), "slurmd_timeout": 300.0},
+        has_supervisor=True, nodes="1:2", configuration={"nodes": ("gpu01", "gpu02"), "slurmd_timeout": 300.0},
     ),
     # The supervisor let its job wait for ever, held.
     "Slurm does not let an expedited job fail": _plan(
@@ -181,7 +182,7 @@ KNOWN = {
     "the job is requeued while its first node is dead": _plan(_kill_host(20.0), Fault(at=22.0, kind="requeue")),
     # A job that started while its storage failed was over at once, and the run with it.
     "the storage fails while the agents start": _plan(
-        Fault(at=0.4, kind="storage-fails", host="gpu01", seconds=40.0), nodes="1"
+        Fault(at=0.4, kind="storage-fails", host="gpu01", seconds=40.0), nodes="1", attempts=1
     ),
     # The ranks that agents kill for a pause counted as a further failure, and used up the budget.
     "two failures without progress": _plan(
@@ -254,7 +255,7 @@ KNOWN = {
         attempts=1, interruptions=0, configuration={"nodes": ("gpu01", "gpu02", "gpu03")},
     ),
     "the agent that has recorded the end dies": _plan(
-        _kill_host(10.0, _TRAINS), _kill_host(0.2, "lost contact with gpu01", "gpu02"),
+        _kill_host(10.0, _TRAINS), _kill_host(1.3, "lost contact with gpu01", "gpu02"),
         nodes="3", configuration={"nodes": ("gpu01", "gpu02", "gpu03", "gpu04", "gpu05", "gpu06")},
     ),
     "Slurm is away while the first node is lost and the supervisor runs": _plan(
@@ -270,9 +271,9 @@ KNOWN = {
     ),
     "a clock is set back": _plan(
         Fault(at=10.0, after=_TRAINS, kind="crash", host="gpu01"),
-        Fault(at=0.5, after="fails: crash", kind="clock", host="gpu01", seconds=90.0, number=1),
-        Fault(at=0.5, after="fails: crash", kind="clock", host="gpu02", seconds=90.0, number=1),
-        Fault(at=9.0, after="fails: crash", kind="killed", host="gpu01"), attempts=1, interruptions=2,
+        Fault(at=0.5, after="fails: crash", kind="clock", host="gpu01", seconds=7200.0, number=1),
+        Fault(at=0.5, after="fails: crash", kind="clock", host="gpu02", seconds=7200.0, number=1),
+        Fault(at=9.0, after="fails: crash", kind="hang", host="gpu01"), attempts=1, interruptions=2,
     ),
     "a run is cancelled while its job waits": _plan(
         Fault(at=10.0, after=_TRAINS, kind="preempt"), Fault(at=15.0, after="is preempted", kind="cancel"),
@@ -291,10 +292,9 @@ KNOWN = {
         Fault(at=10.0, after="the ranks of attempt 2, round 1, begin", kind="kill-agent", host="gpu02"),
         nodes="1", attempts=3,
     ),
-    # A rank that fails while the coordinator decides about another failure is not counted, so there may be three.
     "four failures without progress": _plan(
         *(Fault(at=20.0, kind="killed", host=f"gpu0{1 + number % 2}") for number in range(4)),
-        training=replace(_TRAINING, snapshot_steps=1000, checkpoint_steps=1000), attempts=1,
+        training=replace(_TRAINING, snapshot_steps=1000, checkpoint_steps=1000), outcome="completed",
     ),
     "the first node is lost while another run waits": _plan(_kill_host(10.0, _TRAINS), next_run="after", attempts=2),
     "a job that waits cannot be told of the next one": _plan(

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from simulation.cluster import Cluster
 
 _START_SECONDS, _RESTART_SECONDS = (1.0, 4.0), (0.5, 4.0)
+_BETWEEN_STARTS_SECONDS = 3.0  # as in training.runtime.node_rendezvous
 _LOOK_SECONDS = 0.2
 _KEPT_CHECKPOINTS = 2
 PEER_DIED = "Connection closed by peer"
@@ -180,15 +181,16 @@ class Group:
 
     def _drive(self) -> None:
         world = self.cluster
-        pause = _START_SECONDS
+        pause, earliest = _START_SECONDS, world.now
         while not self._is_over():
             if not self._all_present():
                 world.wait(_LOOK_SECONDS)
                 continue
-            world.wait(world.random.uniform(*pause))
+            world.wait(max(world.random.uniform(*pause), earliest - world.now))
             pause = _RESTART_SECONDS
             if not self._all_present():
                 continue
+            earliest = world.now + _BETWEEN_STARTS_SECONDS
             exit_code = self._train()
             self.training = False
             if exit_code is not None:

@@ -92,6 +92,8 @@ class Plan:
     nodes_have_internet: bool = True
     is_helped: bool = True
     """Whether a person helps after several failures."""
+    outcome: str | None = None
+    """How the run must end."""
     attempts: int | None = None
     """How many attempts the run must need."""
     interruptions: int | None = None
@@ -545,6 +547,8 @@ class Schedule:
 
     def _check_expected(self, history: History) -> None:
         plan, interruptions = self.plan, len(history.of(Interrupted))
+        if plan.outcome not in {None, history.outcome}:
+            self._violate(f"outcome: {history.outcome} instead of {plan.outcome}")
         if plan.attempts not in {None, len(history.attempts)}:
             self._violate(f"number of attempts: {len(history.attempts)} instead of {plan.attempts}")
         if plan.interruptions not in {None, interruptions}:
