@@ -1,8 +1,9 @@
 """Images per second of our training steps, against a loop by hand, torchvision's style and timm (../speed/loops.py).
 
 The loops of a case train in turns in this process. Ours runs as a user's would, repeatable by default; the others let
-cuDNN choose the fastest algorithms. With files the rivals read JPEGs. What workers have made in advance is trained on
-before the clock starts.
+cuDNN choose the fastest algorithms. With generated images, ours and the loop by hand also train with the kernels of the
+other, and the profile of one step says which operations take the time. With files the rivals read JPEGs. What workers
+have made in advance is trained on before the clock starts.
 """
 
 import os
@@ -34,12 +35,16 @@ CASES = {
     "resnet18-32px": Case(model="resnet18", image_size=32, batch_size=512),
     "vit-b-16": Case(model="vit_b_16", image_size=224, batch_size=128, optimizer="adamw"),
 }
-OURS, SYNTHETIC, PACKED, JPEG = "ours", "synthetic", "packed", "JPEG files"
+OURS, BY_HAND, SYNTHETIC, PACKED, JPEG = "ours", "hand-written", "synthetic", "packed", "JPEG files"
+REPEATABLE, FASTEST = "repeatable", "fastest"
 # Names of JPEGs; a quarter of them are different images.
 _IMAGES, _SMALL_IMAGES = 2000, 80
 # A ratio this far below 1 is within the noise of a machine that others use.
 _NOISE = 0.02
 _PACKED_SHARE = 0.95
+# If repeatable kernels cost ResNet-50 more, they are no good default.
+_REPEATABLE_SHARE = 0.95
+_SLOWEST = 12
 
 
 @dataclass(kw_only=True)
@@ -48,6 +53,7 @@ class Loop:
 
     images: str
     name: str
+    kernels: str
     case: Case
     make: Callable[[], Iterator[None]]
     seconds_per_step: float = 0.0
@@ -74,6 +80,18 @@ class Loop:
         self.seconds_per_step = self._advance(steps) / steps
         return [{"images_per_second": self.case.batch_size / self.seconds_per_step}]
 
+    def slowest(self) -> dict[str, float]:
+        """Return the milliseconds of the slowest operations of one step on the device, and of the host as `host`."""
+        self._use()
+        self._advance(1)
+        with torch.profiler.profile() as profile:
+            self._advance(1)
+        events = profile.key_averages()
+        found = {each.key: each.self_device_time_total if on_gpu() else each.self_cpu_time_total for each in events}
+        slowest = sorted(found, key=lambda key: -found[key])[:_SLOWEST]
+        host = sum(each.self_cpu_time_total for each in events)
+        return {"host": round(host / 1000, 2), **{key[:60]: round(found[key] / 1000, 2) for key in slowest}}
+
     @property
     def _made_in_advance(self) -> int:
         """The batches that its workers have ready when its turn comes: torch's loader makes two each."""
@@ -86,9 +104,9 @@ class Loop:
         return synchronize() - began
 
     def _use(self) -> None:
-        """Set torch up for this loop: the rivals let cuDNN choose the fastest algorithms."""
-        configure(TrainConfig(synthetic=True, deterministic="warn" if self.name == OURS else "off"))
-        if self.name == OURS and self.case.model.startswith("vit"):
+        """Set torch up for this loop's kernels: by default, the rivals let cuDNN choose the fastest algorithms."""
+        configure(TrainConfig(synthetic=True, deterministic="warn" if self.kernels == REPEATABLE else "off"))
+        if self.kernels == REPEATABLE and self.case.model.startswith("vit"):
             torch.use_deterministic_algorithms(True)  # as configure_attention
 
 
@@ -98,13 +116,17 @@ def loops_of(name: str, group: ProcessGroup, root: Path, *, small: bool) -> list
     if small:
         case = replace(case, model="squeezenet1_1", image_size=64, batch_size=8, amp="none")
 
-    def loop(images: str, case: Case, name: str = OURS) -> Loop:
+    def loop(images: str, case: Case, name: str = OURS, kernels: str = "") -> Loop:
+        kernels = kernels or (REPEATABLE if name == OURS else FASTEST)
         if name == OURS:
-            return Loop(images=images, name=name, case=case, make=partial(ours, case, group, root / images))
-        return Loop(images=images, name=name, case=case, make=partial(RIVALS[name], case, group.device))
+            make = partial(ours, case, group, root / f"{images}-{kernels}")
+        else:
+            make = partial(RIVALS[name], case, group.device)
+        return Loop(images=images, name=name, kernels=kernels, case=case, make=make)
 
     if name != "resnet50-files":
-        return [loop(SYNTHETIC, case, each) for each in (OURS, *RIVALS)]
+        others = [loop(SYNTHETIC, case, OURS, FASTEST), loop(SYNTHETIC, case, BY_HAND, REPEATABLE)]
+        return [*(loop(SYNTHETIC, case, each) for each in (OURS, *RIVALS)), *others]
     make_folder(root / "jpeg", _SMALL_IMAGES if small else _IMAGES)
     subprocess.run([sys.executable, "-m", "training.pack", root / "jpeg", root / "pack"], check=True)
     workers = max(1, len(os.sched_getaffinity(0)) - 1)
@@ -122,32 +144,47 @@ def train(case: str, loops: list[Loop], *, small: bool) -> list[Row]:
             started.append(loop)
         except ModuleNotFoundError as error:
             print(f"{loop.name} is left out: {error}")
-    contenders = {f"{each.images}, {each.name}": partial(each.turn, 0.2 if small else 2.0) for each in started}
+    named = {f"{each.images}, {each.name}, {each.kernels}": each for each in started}
+    contenders = {name: partial(each.turn, 0.2 if small else 2.0) for name, each in named.items()}
     found = take_turns(contenders, 2 if small else 3)
     rows = list[Row]()
-    for loop in started:
-        speeds = [each["images_per_second"] for each in found[f"{loop.images}, {loop.name}"]]
+    for name, loop in named.items():
+        speeds = [each["images_per_second"] for each in found[name]]
+        profile = {"slowest_ms": loop.slowest()} if loop.images == SYNTHETIC and case != "resnet50-files" else {}
         rows.append({
-            "case": case, "images": loop.images, "loop": loop.name, "images_per_second": round(median(speeds), 1),
-            **spread(speeds, 1), "peak_gib": round(loop.memory_bytes / 2**30, 2) if on_gpu() else None,
+            "case": case, "images": loop.images, "loop": loop.name, "kernels": loop.kernels, **profile,
+            "images_per_second": round(median(speeds), 1), **spread(speeds, 1),
+            "peak_gib": round(loop.memory_bytes / 2**30, 2) if on_gpu() else None,
         })  # fmt: skip
     return rows
 
 
 def goals(case: str, rows: list[Row]) -> list[Goal]:
-    """Compare ours with the loop by hand and the fastest rival, and packed with generated images."""
-    speeds = {(row["images"], row["loop"]): row["images_per_second"] for row in rows}
-    compared = JPEG if (JPEG, OURS) in speeds else SYNTHETIC
-    rivals = [speed for (images, name), speed in speeds.items() if images == compared and name != OURS]
-    found = list[Goal]()
-    for name, other in {"the loop by hand": speeds[compared, "hand-written"], "the fastest rival": max(rivals)}.items():
-        ratio = speeds[compared, OURS] / other
-        what = f"{case}, {compared}: ours by {name}"
-        found.append(goal(what, round(ratio, 3), ">= 1 within noise", met=ratio >= 1 - _NOISE))
-    if (PACKED, OURS) in speeds:
-        share = speeds[PACKED, OURS] / speeds[SYNTHETIC, OURS]
-        what = f"{case}: packed by synthetic"
-        found.append(goal(what, round(share, 3), f">= {_PACKED_SHARE}", met=share >= _PACKED_SHARE))
+    """Compare ours with the loop by hand, also with the same kernels, and the fastest rival; packed with generated."""
+    speeds = {(row["images"], row["loop"], row["kernels"]): row["images_per_second"] for row in rows}
+    files = (JPEG, OURS, REPEATABLE) in speeds
+    compared = JPEG if files else SYNTHETIC
+    default = speeds[compared, OURS, REPEATABLE]
+    by_hand = speeds[compared, BY_HAND, FASTEST]
+    rivals = [speed for (images, name, _), speed in speeds.items() if images == compared and name != OURS]
+    equal = {"ours by the loop by hand": default / by_hand, "ours by the fastest rival": default / max(rivals)}
+    enough = dict[str, tuple[float, float]]()
+    if files:
+        enough["packed by synthetic"] = (
+            speeds[PACKED, OURS, REPEATABLE] / speeds[SYNTHETIC, OURS, REPEATABLE],
+            _PACKED_SHARE,
+        )
+    else:
+        same = speeds[SYNTHETIC, OURS, FASTEST]
+        equal["ours by the loop by hand, fastest kernels"] = same / by_hand
+        equal["ours by the loop by hand, repeatable kernels"] = default / speeds[SYNTHETIC, BY_HAND, REPEATABLE]
+        enough["ours, repeatable by fastest kernels"] = default / same, _REPEATABLE_SHARE
+    found = [
+        goal(f"{case}, {compared}: {what}", round(ratio, 3), ">= 1 within noise", met=ratio >= 1 - _NOISE)
+        for what, ratio in equal.items()
+    ]
+    for what, (share, least) in enough.items():
+        found.append(goal(f"{case}: {what}", round(share, 3), f">= {least}", met=share >= least))
     return found
 
 
