@@ -49,11 +49,11 @@ def in_fork(module: str, output: Path, *arguments: str) -> None:
     part.main()
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("exactness", "files", "determinism", "stalls", "accuracy")]
+SLOW = ("exactness", "files", "determinism", "stalls", "accuracy")
 
 
 @needs_fashion_mnist
-@pytest.mark.parametrize("name", ["resnet18", *SLOW])
+@pytest.mark.parametrize("name", ["resnet18", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_part_measures_something(name: str, tmp_path: Path) -> None:
     prepare_server()
     [wanted] = [each for each in gpu.PARTS if each.name == name]
