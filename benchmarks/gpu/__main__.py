@@ -45,6 +45,7 @@ class Part:
 
 PARTS = (
     Part(name="launcher", module="launcher", seconds=100),
+    Part(name="script", module="script", seconds=120),
     Part(name="two-ranks", module="two_ranks", seconds=120),
     Part(name="exactness", module="exactness", seconds=200),
     Part(name="resnet50", module="throughput", seconds=130, arguments=("resnet50",)),

@@ -31,6 +31,7 @@ class Launcher:
     """A run and the directory that it is in."""
 
     directory: Path
+    name: str = NAME
 
     def hpc(self, *arguments: str) -> Any:
         """Type a verb, and return its answer."""
@@ -40,13 +41,13 @@ class Launcher:
         """Wait for a status, and return it. Raises SystemExit if the run ends before, or after too long."""
         deadline = time.monotonic() + _TIMEOUT_SECONDS
         while time.monotonic() < deadline:
-            [status] = self.hpc("status", NAME)
+            [status] = self.hpc("status", self.name)
             if reached(status):
                 return dict(status)
             if status["state"] in {"failed", "completed"}:
                 break
             time.sleep(0.5)
-        logs = sorted(self.directory.glob(f"{NAME}/logs/**/*.*"))
+        logs = sorted(self.directory.glob(f"{self.name}/logs/**/*.*"))
         texts = (f"\n--- {path.name} ---\n{path.read_text(errors='replace')[-4000:]}" for path in logs)
         raise SystemExit(f"the run did not reach {what}: {json.dumps(status)}{''.join(texts)}")
 
@@ -63,7 +64,7 @@ class Launcher:
 
     def own_processes(self) -> set[int]:
         """Return the processes of the run."""
-        return set(naming(self.directory / NAME))
+        return set(naming(self.directory / self.name))
 
 
 def on_gpu() -> set[str]:

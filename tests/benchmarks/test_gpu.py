@@ -49,7 +49,7 @@ def in_fork(module: str, output: Path, *arguments: str) -> None:
     part.main()
 
 
-SLOW = ("exactness", "files", "determinism", "stalls", "accuracy")
+SLOW = ("script", "exactness", "files", "determinism", "stalls", "accuracy")
 
 
 @needs_fashion_mnist
