@@ -150,7 +150,7 @@ def train(case: str, loops: list[Loop], *, small: bool) -> list[Row]:
     rows = list[Row]()
     for name, loop in named.items():
         speeds = [each["images_per_second"] for each in found[name]]
-        profile = {"slowest_ms": loop.slowest()} if loop.images == SYNTHETIC and case != "resnet50-files" else {}
+        profile = {"slowest_ms": loop.slowest()} if loop.images == SYNTHETIC else {}
         rows.append({
             "case": case, "images": loop.images, "loop": loop.name, "kernels": loop.kernels, **profile,
             "images_per_second": round(median(speeds), 1), **spread(speeds, 1),
